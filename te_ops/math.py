@@ -1,0 +1,73 @@
+"""Functions of pointwise expressions, for `@te.pointwise`: `te_ops.math.tanh(x / cap)`.
+
+They build expressions and compute nothing. Comparisons (`x < 1`, `eq(x, 0)`) give masks, which
+combine with `& | ~` and select with `where`.
+"""
+
+from __future__ import annotations
+
+from te_ops.pointwise.functions import (
+    abs,
+    clamp,
+    cos,
+    eq,
+    erf,
+    erfc,
+    exp,
+    expm1,
+    floor,
+    gelu_erf,
+    gelu_tanh,
+    isnan,
+    log,
+    log1p,
+    maximum,
+    minimum,
+    ne,
+    pow,
+    reciprocal,
+    relu,
+    rsqrt,
+    sigmoid,
+    sign,
+    silu,
+    sin,
+    softplus,
+    sqrt,
+    square,
+    tanh,
+    where,
+)
+
+__all__ = [
+    "abs",
+    "clamp",
+    "cos",
+    "eq",
+    "erf",
+    "erfc",
+    "exp",
+    "expm1",
+    "floor",
+    "gelu_erf",
+    "gelu_tanh",
+    "isnan",
+    "log",
+    "log1p",
+    "maximum",
+    "minimum",
+    "ne",
+    "pow",
+    "reciprocal",
+    "relu",
+    "rsqrt",
+    "sigmoid",
+    "sign",
+    "silu",
+    "sin",
+    "softplus",
+    "sqrt",
+    "square",
+    "tanh",
+    "where",
+]
