@@ -1,0 +1,1 @@
+"""Kernels, one folder per vendor library; importing this package registers those that need none."""

@@ -1,0 +1,324 @@
+"""fuse: group nodes by the phase rules, wherever a kernel takes the group; select: a kernel for
+every other node.
+
+The longest match that a kernel takes wins, backing off to shorter ones; the quotient graph stays
+acyclic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import combinations
+
+from te_ops.compiler.work import Group, Work, display
+from te_ops.errors import NoKernelError, PlanError
+from te_ops.graph import LEAVES, Node, Phase, Value
+from te_ops.registry import REGISTRY, Call, Kernel, Rule
+
+MAX_SIBLINGS = 6  # beyond, only all nodes that share an input are tried as one group
+
+
+@dataclass
+class _Matcher:
+    work: Work
+    alive: list[bool]
+    consumers: dict[Value, list[Node]] = field(default_factory=dict)
+    roots: set[Value] = field(default_factory=set)
+    taken: dict[int, int] = field(default_factory=dict)  # node -> index of its group
+    groups: list[Group] = field(default_factory=list)
+    furthest: int = -1  # the last node that is in a group
+
+    def __post_init__(self) -> None:
+        self.roots = set(self.work.roots())
+        for node in self.work.g.nodes:
+            if self.alive[node.id]:
+                for value in dict.fromkeys(node.inputs):
+                    self.consumers.setdefault(value, []).append(node)
+
+    def run(self) -> None:
+        """Match at every node in topological order: chains first, then nodes that share inputs."""
+        rules = [(rule, _first_names(rule)) for rule in REGISTRY.rules("phase")]
+        for node in self.work.g.nodes:
+            for together in (False, True):
+                if self._free(node):
+                    here = [
+                        r
+                        for r, names in rules
+                        if r.together is together and node.prim.name in names
+                    ]
+                    self._try(here, node)
+
+    def _free(self, node: Node) -> bool:
+        return self.alive[node.id] and node.id not in self.taken and node.prim not in LEAVES
+
+    def _try(self, rules: list[Rule], node: Node) -> None:
+        """Take the longest match that a kernel takes; of equals, the rule declared first."""
+        matches = [
+            (rule, nodes) for rule in rules for nodes in self._matches(rule, node) if len(nodes) > 1
+        ]
+        matches.sort(key=lambda match: -len(match[1]))
+        missing: set[str] = set()
+        for rule, nodes in matches:
+            if rule.name in missing:
+                continue
+            if not REGISTRY.kernels(rule.name):
+                missing.add(rule.name)
+                self.work.note(
+                    rule.name,
+                    nodes,
+                    "",
+                    f"no kernel for it is registered ({self.work.request.arch})",
+                )
+            elif self._closes_cycle(nodes):
+                self.work.note(
+                    rule.name, nodes, "", "fusing it would close a cycle with its other readers"
+                )
+            elif self._take(rule, nodes):
+                return
+
+    def _take(self, rule: Rule, nodes: tuple[Node, ...]) -> bool:
+        """Make the group if a kernel takes it."""
+        call = make_call(self.work, nodes, self.roots, self.consumers, rule)
+        kernel, reasons = choose(rule.name, call)
+        for name, reason in reasons:
+            self.work.note(rule.name, nodes, name, reason)
+        if kernel is None:
+            return False
+        for member in nodes:
+            self.taken[member.id] = len(self.groups)
+            self.furthest = max(self.furthest, member.id)
+        self.groups.append(Group(nodes, kernel, rule, call.reads, call.writes, call=call))
+        return True
+
+    def _matches(self, rule: Rule, node: Node) -> list[tuple[Node, ...]]:
+        return self._siblings(rule, node) if rule.together else self._chains(rule, node)
+
+    def _chains(self, rule: Rule, node: Node) -> list[tuple[Node, ...]]:
+        """All matches of the chain that start at the node, along any operand and any output."""
+        found: dict[tuple[int, ...], tuple[Node, ...]] = {}
+
+        def walk(position: int, nodes: tuple[Node, ...]) -> None:
+            if all(e.optional for e in rule.elements[position:]):
+                found[tuple(n.id for n in nodes)] = nodes
+            for nxt, after in _next(rule, position):
+                for follower in self._followers(nodes[-1]):
+                    if (
+                        follower.prim.name in nxt
+                        and follower not in nodes
+                        and _one_phase(nodes[-1], follower)
+                    ):
+                        walk(after, (*nodes, follower))
+
+        for names, after in _next(rule, 0):
+            if node.prim.name in names:
+                walk(after, (node,))
+        return list(found.values())
+
+    def _followers(self, node: Node) -> Iterator[Node]:
+        for i in range(len(self.work.g.specs[node.id])):
+            for reader in self.consumers.get(Value(node.id, i), ()):
+                if self._free(reader):
+                    yield reader
+
+    def _siblings(self, rule: Rule, node: Node) -> list[tuple[Node, ...]]:
+        """Nodes of the rule's kinds that share an input with this one, the first of them; all, and
+        each smaller set.
+        """
+        names = frozenset().union(*(e.names for e in rule.elements))
+        required = [e.names for e in rule.elements if not e.optional]
+        found: dict[tuple[Node, ...], None] = {}
+        for value in dict.fromkeys(node.inputs):
+            others = [
+                n
+                for n in self.consumers.get(value, ())
+                if n.id > node.id and self._free(n) and n.prim.name in names and _one_phase(node, n)
+            ]
+            found[(node, *others)] = None
+            for size in range(min(len(others), MAX_SIBLINGS - 1), 0, -1):
+                found.update(
+                    dict.fromkeys(
+                        (node, *some) for some in combinations(others[: MAX_SIBLINGS - 1], size)
+                    )
+                )
+        return [group for group in found if _covers(group, required)]
+
+    def _closes_cycle(self, nodes: tuple[Node, ...]) -> bool:
+        """Whether a path leaves the group and comes back, through single nodes and the groups made
+        so far.
+        """
+        inside = {n.id for n in nodes}
+        horizon = max(*inside, self.furthest)  # beyond it every edge leads further away
+        stack = [r for n in nodes for r in self._readers(n) if r.id not in inside]
+        seen: set[int] = set()
+        while stack:
+            node = stack.pop()
+            members = self.groups[self.taken[node.id]].nodes if node.id in self.taken else (node,)
+            for member in members:
+                if member.id in seen:
+                    continue
+                seen.add(member.id)
+                if member.id in inside:
+                    return True
+                for reader in self._readers(member):
+                    if reader.id in inside:
+                        return True
+                    if reader.id not in seen and reader.id <= horizon:
+                        stack.append(reader)
+        return False
+
+    def _readers(self, node: Node) -> Iterator[Node]:
+        for i in range(len(self.work.g.specs[node.id])):
+            yield from self.consumers.get(Value(node.id, i), ())
+
+
+def _covers(group: tuple[Node, ...], required: list[frozenset[str]]) -> bool:
+    """Whether every required element of a rule has a node, and there are enough nodes for all of
+    them.
+    """
+    return len(group) >= len(required) and all(
+        any(n.prim.name in names for n in group) for names in required
+    )
+
+
+@lru_cache(maxsize=256)
+def _first_names(rule: Rule) -> frozenset[str]:
+    names: set[str] = set()
+    for element in rule.elements:
+        names |= element.names
+        if not element.optional and not rule.together:
+            break
+    return frozenset(names)
+
+
+@lru_cache(maxsize=1024)
+def _next(rule: Rule, position: int) -> list[tuple[frozenset[str], int]]:
+    """What may come next in a chain: (names, position after it)."""
+    result = []
+    while position < len(rule.elements):
+        element = rule.elements[position]
+        result.append((element.names, position if element.repeat else position + 1))
+        if not element.optional:
+            break
+        position += 1
+    return result
+
+
+def _one_phase(a: Node, b: Node) -> bool:
+    """Forward nodes group with forward nodes of the same recompute scope, recomputed with
+    recomputed, the rest together.
+    """
+    kinds = (Phase.FORWARD, Phase.RECOMPUTE)
+    return (
+        (a.phase in kinds) == (b.phase in kinds)
+        and (a.phase == b.phase or a.phase not in kinds)
+        and a.scope == b.scope
+    )
+
+
+def make_call(
+    work: Work,
+    nodes: tuple[Node, ...],
+    roots: set[Value],
+    consumers: dict[Value, list[Node]],
+    rule: Rule | None = None,
+) -> Call:
+    """What a kernel sees of the nodes: reads, and writes with inner values that others read."""
+    g = work.g
+    inside = {n.id for n in nodes}
+    reads = tuple(dict.fromkeys(v for n in nodes for v in n.inputs if v.node not in inside))
+    made = [Value(n.id, i) for n in nodes for i in range(len(g.specs[n.id]))]
+    writes = tuple(
+        v for v in made if v in roots or any(r.id not in inside for r in consumers.get(v, ()))
+    )
+    specs = {v: g.spec(v) for v in (*reads, *made)}
+    request = work.request
+    return Call(
+        nodes, reads, writes, specs, request.device, request.arch, request.align, rule,
+        {v.node: g.node(v) for v in reads},
+    )  # fmt: skip
+
+
+def choose(runs: str, call: Call) -> tuple[Kernel | None, list[tuple[str, str]]]:
+    """The first kernel that takes the call, and the reasons of those before it."""
+    reasons: list[tuple[str, str]] = []
+    for kernel in REGISTRY.kernels(runs):
+        reason = kernel.reason(call)
+        if reason is None:
+            return kernel, reasons
+        reasons.append((kernel.name, reason))
+    return None, reasons
+
+
+def fuse(work: Work) -> None:
+    """Groups of the phase rules; forward and backward of a segment are matched together."""
+    matcher = _Matcher(work, work.g.live(work.roots()))
+    matcher.run()
+    work.groups = matcher.groups
+
+
+def select(work: Work) -> None:
+    """A kernel for every node left single; then steps in topological order, by phase."""
+    matcher = _Matcher(work, work.g.live(work.roots()))
+    grouped = {n.id for group in work.groups for n in group.nodes}
+    singles = []
+    for node in work.g.nodes:
+        if not matcher._free(node) or node.id in grouped:
+            continue
+        call = make_call(work, (node,), matcher.roots, matcher.consumers)
+        kernel, reasons = choose(node.prim.name, call)
+        if kernel is None:
+            kernel, more = choose("*", call)
+            reasons += more
+        if kernel is None:
+            listed = (
+                "; ".join(f"{name}: {reason}" for name, reason in reasons) or "none is registered"
+            )
+            raise NoKernelError(
+                f"{node.path or work.name}: no kernel takes {display(node)} ({listed})"
+            )
+        for name, reason in reasons:
+            if not reason.startswith("needs "):  # a kernel for other devices is no news
+                work.note(node.prim.name, (node,), name, reason)
+        singles.append(Group((node,), kernel, None, call.reads, call.writes, call=call))
+    ordered = toposort([*work.groups, *singles])
+    work.forward = [s for s in ordered if s.nodes[0].phase is Phase.FORWARD]
+    work.backward = [s for s in ordered if s.nodes[0].phase is not Phase.FORWARD]
+
+
+def toposort(groups: list[Group]) -> list[Group]:
+    """Stable topological order: by the last member's position, producers first.
+
+    Raises:
+        PlanError: groups need each other (a pass made one without asking the matcher).
+    """
+    home = {n.id: group for group in groups for n in group.nodes}
+    done: set[int] = set()
+    result: list[Group] = []
+
+    def visit(group: Group) -> None:
+        stack: list[tuple[Group, Iterator[Value]]] = [(group, iter(group.reads))]
+        while stack:
+            current, reads = stack[-1]
+            pending = next(
+                (v for v in reads if v.node in home and id(home[v.node]) not in done), None
+            )
+            if pending is not None:
+                nxt = home[pending.node]
+                if any(nxt is waiting for waiting, _ in stack):
+                    steps = " and ".join(
+                        " + ".join(display(n) for n in x.nodes) for x in (current, nxt)
+                    )
+                    raise PlanError(f"the steps {steps} need each other's results")
+                stack.append((nxt, iter(nxt.reads)))
+                continue
+            stack.pop()
+            if id(current) not in done:
+                done.add(id(current))
+                result.append(current)
+
+    for group in sorted(groups, key=lambda s: s.nodes[-1].id):
+        if id(group) not in done:
+            visit(group)
+    return result

@@ -1,0 +1,149 @@
+"""`autocast`: which recipe holds, and the region in which delayed scaling observes (one context variable)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from te_ops.errors import RecipeError
+from te_ops.recipe import Recipe, default_recipe, reduces
+
+
+class Region:
+    """Delayed-scaling observations between entry and exit of the outermost autocast; committed at exit."""
+
+    commit: ClassVar[Callable[[Region], None] | None] = None  # filled by the runtime
+
+    def __init__(self) -> None:
+        self.observed: dict[Any, Any] = {}
+        # Reduction groups: a rank that observed nothing takes part too.
+        self.groups: dict[Any, None] = {}
+
+    def close(self, failed: bool) -> None:
+        """Commit what was observed, or drop it if the region ended with an exception."""
+        commit = Region.commit
+        if (self.observed or self.groups) and commit is not None and not failed:
+            commit(self)
+        self.observed, self.groups = {}, {}
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """What one active autocast says; `key` is its part of a plan's key."""
+
+    recipe: Recipe | None
+    enabled: bool
+    calibrating: bool
+    group: Any
+    region: Region
+    key: Key
+
+
+class Key:
+    """A value that hashes once: recipes are in the key of every call."""
+
+    __slots__ = ("hash", "value")
+
+    def __init__(self, value: tuple[Any, ...]) -> None:
+        self.value = value
+        self.hash = hash(value)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Key) and self.value == other.value)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+_FRAME: ContextVar[Frame | None] = ContextVar("te_ops_autocast", default=None)
+
+
+PLACE: ContextVar[str] = ContextVar("te_ops_place", default="")
+"""Path of the op that is called, in the outermost pipeline: "" for that pipeline itself."""
+
+
+def join_path(outer: str, inner: str) -> str:
+    """`a.b`, or the one that is not empty."""
+    return f"{outer}.{inner}".strip(".")
+
+
+def current() -> Frame | None:
+    """The innermost active autocast of this thread (or task)."""
+    return _FRAME.get()
+
+
+class autocast:  # noqa: N801  (a context manager, named like torch.autocast)
+    """Quantize the ops called inside by a recipe; nests, and an inner `enabled=False` turns quantization off.
+
+    Args:
+        enabled: quantize.
+        calibrating: record the statistics of stateful recipes, in any grad mode, even with `enabled=False`.
+        recipe: a `te.recipe` value; None takes the device's default.
+        amax_reduction_group: process group over which delayed scaling's amaxes are reduced at exit.
+        dtype: `torch.float8_e4m3fn`, as another way to ask for the default recipe.
+
+    Raises:
+        RecipeError: a wrong recipe, a dtype that is not FP8, or re-entry of an instance that is active.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: Any = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise RecipeError(
+                f"autocast: recipe must be a te.recipe value, got a {type(recipe).__name__}"
+            )
+        if dtype is not None and dtype is not torch.float8_e4m3fn:
+            raise RecipeError(
+                f"autocast: dtype must be torch.float8_e4m3fn, got {dtype}; use torch.autocast for BF16 and FP16"
+            )
+        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
+            if not isinstance(value, bool):
+                raise RecipeError(f"autocast: {name} must be True or False, got {value!r}")
+        self.enabled = enabled
+        self.calibrating = calibrating
+        self.recipe = recipe
+        self.group = amax_reduction_group
+        self._token: Any = None
+
+    def __enter__(self) -> autocast:
+        if self._token is not None:
+            raise RecipeError("autocast: this instance is active already; make another one to nest")
+        outer = _FRAME.get()
+        recipe = (self.recipe or default_recipe()) if self.enabled or self.calibrating else None
+        frame = Frame(
+            recipe=recipe,
+            enabled=self.enabled,
+            calibrating=self.calibrating,
+            group=self.group,
+            region=outer.region if outer is not None else Region(),
+            key=Key((recipe, self.enabled, self.calibrating, self.group)),
+        )
+        if (
+            self.group is not None
+            and (torch.is_grad_enabled() or self.calibrating)
+            and reduces(recipe)
+        ):
+            frame.region.groups[self.group] = None
+        self._token = (_FRAME.set(frame), outer is None, frame)
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        token, outermost, frame = self._token
+        self._token = None
+        _FRAME.reset(token)
+        if outermost:
+            frame.region.close(failed=kind is not None)

@@ -1,0 +1,564 @@
+"""The plan key, made of values only, and the caches: exact signature -> runner, key -> plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+import sys
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_ops.attrs import DynamicAttribute
+from te_ops.compiler.build import assemble
+from te_ops.compiler.passes import passes
+from te_ops.compiler.plan import Plan
+from te_ops.compiler.trace import dynamic_dims, leading_dims, owned, trace
+from te_ops.compiler.work import Note, Request
+from te_ops.context import PLACE, Frame, Key, Region, current
+from te_ops.errors import Error, PlanError, ShapeError
+from te_ops.graph import Kind, Spec
+from te_ops.op import GLOBAL_HOOKS, HOOKS, Epoch, Op, Scalar
+from te_ops.quantizers import QuantizedTensor, Usage
+from te_ops.registry import REGISTRY
+from te_ops.runtime import checkpoint as ckpt
+from te_ops.runtime.executor import Call, PlanRunner
+from te_ops.runtime.state import BackwardCommit
+
+MAX_PLANS = 256
+MAX_RUNNERS = 512
+WARN_AFTER = 64  # plans of one pipeline
+
+
+class PlanCache:
+    """Plans of all pipelines, least recently used first; equal layers share one plan."""
+
+    def __init__(self) -> None:
+        self.plans: OrderedDict[Any, Plan] = OrderedDict()
+        self.levels: OrderedDict[Any, str] = OrderedDict()
+        self.built = 0
+        self.lock = threading.RLock()
+
+    def clear(self) -> None:
+        """Forget every plan."""
+        with self.lock:
+            self.plans.clear()
+            self.levels.clear()
+
+    def remember(self, key: Any, plan: Plan) -> None:
+        """Add a plan, and forget the least recently used beyond the limit."""
+        self.plans[key] = plan
+        self.built += 1
+        while len(self.plans) > MAX_PLANS:
+            self.plans.popitem(last=False)
+
+
+CACHE = PlanCache()
+
+
+def varies(keys: Sequence[Any], limit: int = 3) -> str:
+    """Which parts differ among keys, in words: the path of names to the part, and some of its values."""
+    found: list[str] = []
+
+    def walk(items: list[Any], where: str) -> None:
+        items = [i.value if isinstance(i, Key) else i for i in items]
+        first = items[0]
+        if all(i == first for i in items) or len(found) >= limit:
+            return
+        if _all(items, tuple) and first and first[0] == "float":
+            items = [struct.unpack("<d", i[1])[0] if i[0] == "float" else i for i in items]
+        elif _all(items, tuple) and all(len(i) == len(first) for i in items):
+            label = (
+                f"{where}.{first[0]}"
+                if first and isinstance(first[0], str) and _all(items, tuple)
+                else where
+            )
+            for k in range(len(first)):
+                walk([i[k] for i in items], label.strip("."))
+            return
+        elif dataclasses.is_dataclass(first) and _all(items, type(first)):
+            for f in dataclasses.fields(first):
+                walk([getattr(i, f.name) for i in items], f"{where}.{f.name}")
+            return
+        shown = dict.fromkeys(getattr(i, "__qualname__", None) or repr(i)[:40] for i in items)
+        found.append(f"{where} ({', '.join(list(shown)[:3])}, ...)")
+
+    walk(list(keys), "")
+    return "; ".join(found) or "nothing in the key"
+
+
+def _all(items: Sequence[Any], kind: type) -> bool:
+    return all(isinstance(i, kind) for i in items)
+
+
+def _outside() -> int:
+    """Stack level of the caller's caller outside te_ops and torch: where a warning belongs."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "te_ops",
+        "torch",
+    ):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+# -- fingerprint of an op's structure
+
+
+_PARTS = (
+    "inputs", "parameters", "ties", "recipe", "grad mode", "autocast dtype", "deterministic", "hooks",
+    "registry", "passes", "foreign modules", "shapes",
+)  # fmt: skip
+
+
+class OpCache:
+    """Per op instance: its fingerprint while nothing changed, its parameter slots and its runners."""
+
+    def __init__(self, op: Op) -> None:
+        self.runners: dict[Any, PlanRunner] = {}
+        self.history: list[Any] = []  # keys of the plans that this op made
+        self.epoch = -1
+        self.modules: list[nn.Module] = []
+        self.refresh(op)
+
+    def refresh(self, op: Op) -> None:
+        """Read the structure again. Threads may do so at once: what others read is replaced, never edited."""
+        epoch = Epoch.now  # a change from here on is seen by the next call
+        modules = [(path, m) for path, m in op.named_modules() if not _is_state(path)]
+        ops = [(path, m) for path, m in modules if isinstance(m, Op)]
+        fetches: list[tuple[nn.Module | None, str]] = []
+        hash_parts: list[Any] = []
+        for path, module in ops:
+            for name, thing in owned(module):
+                if not isinstance(thing, Scalar):
+                    fetches.append((None if module is op else module, name))
+            children = tuple(name for name in module._modules if name != "quantizer")
+            hash_parts.append((path, type(module), module.training, module.config(), children))
+        foreign = tuple((p, type(m)) for p, m in modules if not isinstance(m, Op))
+        paths = {path for path, _ in ops}
+        self.foreign = [m for p, m in modules if p not in paths and p.rpartition(".")[0] in paths]
+        # The root is not kept: the cache lives in its __dict__.
+        others = [m for _, m in modules if m is not op]
+        if len(others) != len(self.modules) or any(
+            a is not b for a, b in zip(others, self.modules, strict=True)
+        ):
+            self.runners = {}  # they are bound to modules that may be gone
+        self.modules = others
+        self.ops = [(path, m) for path, m in ops if m is not op]
+        self.fetches = fetches
+        self.hooks = [*GLOBAL_HOOKS, *(m.__dict__[name] for _, m in ops for name in HOOKS)]
+        self.fingerprint = ("op", tuple(hash_parts), foreign)
+        self.token = _intern(self.fingerprint)
+        self.epoch = epoch
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of an op starts without (where the op's `__getstate__` is not asked, as for parametrized ones)."""
+
+    def made(self, plan: Plan, key: Any) -> None:
+        """Count a plan; warn once when this op makes very many, naming what varies."""
+        self.history.append(key)
+        if len(self.history) == WARN_AFTER:
+            warnings.warn(
+                f"te_ops made {WARN_AFTER} plans for one {plan.title}; what varies: {varies(self.history)}. "
+                "Numbers that change every step belong into te.scalar() slots, tensors or inputs",
+                RuntimeWarning,
+                stacklevel=_outside(),
+            )
+            self.history = []
+
+    def strangers(self) -> tuple[Any, ...]:
+        """What plans read of modules that are not ours, whose changes are not announced."""
+        return tuple(
+            (
+                *map(type, m.modules()),
+                *((p.shape, p.dtype, p.requires_grad) for p in m.parameters()),
+            )
+            for m in self.foreign
+        )
+
+    def tensors(self, op: Op) -> list[torch.Tensor]:
+        """Parameters, buffers and tensors of all ops, as they are now."""
+        found = []
+        for module, name in self.fetches:
+            owner = op if module is None else module
+            tensor = owner._parameters.get(name)
+            found.append(tensor if tensor is not None else getattr(owner, name))
+        return found
+
+
+def _is_state(path: str) -> bool:
+    """Whether a module path belongs to the quantizer state of an op: it comes and goes without a new plan."""
+    return "quantizer" in path.split(".")
+
+
+_TOKENS: dict[Any, int] = {}
+
+
+def _intern(fingerprint: Any) -> int:
+    if len(_TOKENS) > 4096:
+        _TOKENS.clear()
+    return _TOKENS.setdefault(fingerprint, Epoch.now * 1_000_003 + len(_TOKENS))
+
+
+def _cache_of(op: Op) -> OpCache:
+    cache: OpCache | None = op.__dict__.get("_te_cache")
+    if cache is None:
+        cache = op.__dict__["_te_cache"] = OpCache(op)
+    elif cache.epoch != Epoch.now:
+        cache.refresh(op)
+    return cache
+
+
+# -- running
+
+
+def run(op: Op, xs: Sequence[Any]) -> Any:
+    """`op(*xs)`: find or make the plan and replay it."""
+    recomputing = ckpt.in_backward()
+    frame = _frame(op, recomputing)
+    grad = torch.is_grad_enabled()
+    runner, autocast_dtype, device = _runner(op, xs, frame, grad)
+    region: Region | None = None
+    if not recomputing and not _replayed():
+        region = frame.region if frame is not None else Region()
+    states = runner.states(op) if runner.state_slots else ()
+    if not recomputing:
+        ckpt.record(op, frame, states, grad)
+    elif states:
+        ckpt.check_recompute(op, states, ckpt.recorded(op))
+    seed = (
+        torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
+        if runner.needs_seed
+        else None
+    )
+    task = torch._C._current_graph_task_id()
+    if task != -1 and runner.observes_gradients:
+        BackwardCommit.open()
+    call = Call(op, frame, region, seed, task, [])
+    if autocast_dtype is None:
+        result = runner(call, xs, grad)
+    else:  # references do their own casts: torch's autocast must not add more
+        with torch.autocast(device.type, enabled=False):
+            result = runner(call, xs, grad)
+    for write in call.done:
+        write()
+    call.done.clear()  # the autograd nodes keep the call, and need not keep what was written
+    if frame is None and region is not None:
+        region.close(failed=False)
+    return result
+
+
+run._torchdynamo_disable = True  # type: ignore[attr-defined]  # one clean graph break under torch.compile
+
+
+def _replayed() -> bool:
+    replay = ckpt.REPLAY.get()
+    return replay is not None and not replay.recording
+
+
+def _frame(op: Op, recomputing: bool) -> Frame | None:
+    """The autocast in force; inside a recompute, the one of the forward."""
+    replay = ckpt.REPLAY.get()
+    if replay is not None and not replay.recording:
+        replay.position += 1
+        return (
+            replay.frames[replay.position - 1]
+            if replay.position <= len(replay.frames)
+            else current()
+        )
+    seen = ckpt.recorded(op) if recomputing else None
+    frame = seen.frame if seen is not None else current()
+    if replay is not None:
+        replay.frames.append(frame)
+        replay.position += 1
+    return frame
+
+
+def plan_for(op: Op, xs: Sequence[Any]) -> Plan:
+    """The plan of a call, without running it."""
+    runner, _, _ = _runner(op, xs, current(), torch.is_grad_enabled())
+    return runner.plan
+
+
+def _runner(
+    op: Op, xs: Sequence[Any], frame: Frame | None, grad: bool
+) -> tuple[PlanRunner, torch.dtype | None, torch.device]:
+    cache = _cache_of(op)
+    tensors = cache.tensors(op)
+    try:
+        device = xs[0].device
+        signature = tuple((x.shape, x.dtype, x.device, x.requires_grad, _kind(x)) for x in xs)
+    except (AttributeError, IndexError):
+        raise ShapeError(_bad_input(op, xs)) from None
+    kind = device.type
+    autocasts = kind != "meta" and torch.is_autocast_enabled(kind)
+    autocast_dtype = torch.get_autocast_dtype(kind) if autocasts else None
+    ids: dict[int, int] = {}
+    key = (
+        cache.token,
+        signature,
+        tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors),
+        tuple(ids.setdefault(id(t), k) for k, t in enumerate(tensors)),
+        (frame.key, PLACE.get()) if frame is not None else None,
+        grad,
+        autocast_dtype,
+        torch.are_deterministic_algorithms_enabled(),
+        tuple(map(bool, cache.hooks)) if any(cache.hooks) else (),
+        REGISTRY.version,
+        passes.version,
+        cache.strangers() if cache.foreign else (),
+    )
+    found = cache.runners.get(key)
+    if found is None:
+        plan = _plan(op, cache, xs, frame, key)
+        found = PlanRunner(plan, op)
+        if len(cache.runners) >= MAX_RUNNERS:
+            cache.runners.clear()
+        cache.runners[key] = found
+    return found, autocast_dtype, device
+
+
+def _kind(x: torch.Tensor) -> Any:
+    """What the shape and dtype of an input do not tell: the format of a quantized one."""
+    return _spec_of(x).kind if isinstance(x, QuantizedTensor) else type(x)
+
+
+def _bad_input(op: Op, xs: Sequence[Any]) -> str:
+    if not xs:
+        return f"{type(op).__name__} takes at least one tensor, got none"
+    kinds = ", ".join(type(x).__name__ for x in xs) or "nothing"
+    return f"{type(op).__name__} takes tensors, got {kinds}"
+
+
+def _plan(
+    op: Op, cache: OpCache, xs: Sequence[Any], frame: Frame | None, key: tuple[Any, ...]
+) -> Plan:
+    _check_devices(op, cache, xs)
+    specs = tuple(_spec_of(x) for x in xs)
+    features = op.feature_dims
+    leads = leading_dims(specs, features)
+    inputs = tuple(
+        (s.shape[len(lead) :], s.dtype, s.kind, x.device, x.requires_grad, type(x))
+        for s, lead, x in zip(specs, leads, xs, strict=True)
+    )
+    family = (cache.fingerprint, inputs, _same_leads(specs, features), *key[2:])
+    with CACHE.lock:
+        level = CACHE.levels.get(family)
+        if level is not None:
+            full = (family, shape_key(specs, level, features))
+            plan = CACHE.plans.get(full)
+            if plan is not None:
+                CACHE.plans.move_to_end(full)
+                return plan
+        request = _request(op, xs, specs, frame, key)
+        plan, level = _build(request, key, level)
+        CACHE.levels[family] = level
+        while len(CACHE.levels) > 4 * MAX_PLANS:
+            CACHE.levels.popitem(last=False)
+        full = (family, shape_key(specs, level, features))
+        CACHE.remember(full, plan)
+        cache.made(
+            plan, (cache.fingerprint, *zip(_PARTS, (inputs, *key[2:], full[1]), strict=True))
+        )
+        return plan
+
+
+def _check_devices(op: Op, cache: OpCache, xs: Sequence[Any]) -> None:
+    device = xs[0].device if xs else None
+    for i, x in enumerate(xs):
+        if x.device != device:
+            raise PlanError(f"{type(op).__name__}: input {i} is on {x.device}, input 0 on {device}")
+    for (module, name), tensor in zip(cache.fetches, cache.tensors(op), strict=True):
+        device = device or tensor.device
+        if tensor.device != device:
+            where = next((p for p, m in cache.ops if m is module), "")
+            path = f"{type(op).__name__}.{where}" if where else type(op).__name__
+            owner = type(module if module is not None else op).__name__
+            hint = " (meta: call to_empty and reset_parameters first)" if tensor.is_meta else ""
+            raise PlanError(
+                f"{path} ({owner}): {name} is on {tensor.device}, the input on {device}{hint}"
+            )
+
+
+def _spec_of(x: torch.Tensor) -> Spec:
+    if isinstance(x, QuantizedTensor):
+        usage = Usage.ROW if x.rowwise is not None else Usage.COL
+        record = x.rowwise if x.rowwise is not None else x.columnwise
+        assert record is not None
+        return Spec(tuple(x.shape), x.dtype, Kind("record", record.quantizer, usage))
+    return Spec(tuple(x.shape), x.dtype)
+
+
+def _same_leads(specs: Sequence[Spec], features: int) -> Any:
+    """Which leading dimensions are equal: how much of them a graph depends on is found out for each pattern."""
+    leads = leading_dims(specs, features)
+    if leads and all(lead == leads[0] and lead for lead in leads):
+        return True
+    order: dict[int, int] = {}
+    return tuple(tuple(order.setdefault(d, len(order)) for d in lead) for lead in leads)
+
+
+def _request(
+    op: Op, xs: Sequence[Any], specs: tuple[Spec, ...], frame: Frame | None, key: tuple[Any, ...]
+) -> Request:
+    device = xs[0].device
+    lead = dynamic_dims(specs[0], op.feature_dims)
+    return Request(
+        op=op,
+        inputs=specs,
+        input_grads=tuple(bool(x.requires_grad) for x in xs),
+        grad=key[5],
+        device=device,
+        arch=arch_of(device),
+        align=alignment(math.prod(lead)),
+        recipe=frame.recipe if frame is not None else None,
+        quantized=frame.enabled if frame is not None else False,
+        calibrating=frame.calibrating if frame is not None else False,
+        autocast_dtype=key[6],
+        place=PLACE.get(),
+    )
+
+
+def arch_of(device: torch.device) -> str:
+    """ "cpu", or "sm_90" and the like."""
+    if device.type != "cuda":
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+# -- row classes
+
+
+def alignment(rows: int) -> int:
+    """The largest power of two up to 128 that divides the row count; 0 for none."""
+    return min(rows & -rows, 128) if rows else 0
+
+
+def row_class(rows: int) -> tuple[int, int]:
+    """(alignment, power-of-4 bucket): plans serve every row count of a class; zero rows are a class of their own."""
+    return (0, 0) if rows == 0 else (alignment(rows), (rows.bit_length() - 1) // 2)
+
+
+def shape_key(specs: Sequence[Spec], level: str, features: int = 1) -> Any:
+    """What of the leading dimensions is in the key.
+
+    "rows": one class for the product, rank ignored (all inputs share their leading dimensions). "dims": a class for
+    each dimension and which of them are equal. "exact": the shapes.
+    """
+    leads = leading_dims(specs, features)
+    if level == "exact":
+        return (level, tuple(leads))
+    if level == "rows" and all(lead == leads[0] and lead for lead in leads):
+        return (level, row_class(math.prod(leads[0])))
+    order: dict[int, int] = {}
+    return (
+        level,
+        tuple(
+            tuple((order.setdefault(d, len(order)), row_class(d)) for d in lead) for lead in leads
+        ),
+    )
+
+
+def _build(request: Request, key: tuple[Any, ...], level: str | None) -> tuple[Plan, str]:
+    """Trace, find out by a second trace how much of the shape the graph depends on, and plan."""
+    described = _describe(request, key)
+    graph, outputs = trace(request)
+    found, note = _level(request, graph)
+    level = found if level is None else max(level, found, key=_LEVELS.index)
+    plan = assemble(request, graph, outputs, {**described, "shapes": level})
+    return (plan if note is None else replace(plan, notes=(*plan.notes, note))), level
+
+
+_LEVELS = ("rows", "dims", "exact")
+
+
+def _level(request: Request, graph: Any) -> tuple[str, Note | None]:
+    reason = "an op fixed a leading dimension"
+    structure = graph.structure()
+    for level in _LEVELS[:2]:
+        other = _other_shapes(request.inputs, level, request.op.feature_dims)
+        if other is None:
+            continue
+        try:
+            again, _ = trace(replace(request, inputs=other))
+        except DynamicAttribute as error:
+            return "exact", Note("trace", "", "", str(error))
+        except Error as error:
+            reason = str(error)
+            continue
+        if again.structure() == structure:
+            return level, None
+        reason = _first_difference(graph, again)
+    return "exact", Note("trace", "", "", f"keyed on the exact shape: {reason}")
+
+
+def _first_difference(a: Any, b: Any) -> str:
+    for x, y, node in zip(a.structure(), b.structure(), a.nodes, strict=False):
+        if x != y:
+            return f"{node.prim.name} ({node.path}) depends on it"
+    return "the number of nodes depends on it"
+
+
+def _other_shapes(specs: tuple[Spec, ...], level: str, features: int) -> tuple[Spec, ...] | None:
+    """Inputs with other leading dimensions of the same classes, to trace again."""
+    leads = leading_dims(specs, features)
+    if level == "rows":
+        if not leads or not all(lead == leads[0] and lead for lead in leads):
+            return None
+        rows = _other(math.prod(leads[0]), set())
+        other = (3, rows) if len(leads[0]) == 1 else (rows,)  # another rank too
+        return tuple(
+            replace(s, shape=(*other, *s.shape[len(lead) :]))
+            for s, lead in zip(specs, leads, strict=True)
+        )
+    table: dict[int, int] = {}
+    taken: set[int] = set()
+    for lead in leads:
+        for d in lead:
+            if d not in table:
+                table[d] = _other(d, taken)
+                taken.add(table[d])
+    return tuple(
+        replace(s, shape=(*(table[d] for d in lead), *s.shape[len(lead) :]))
+        for s, lead in zip(specs, leads, strict=True)
+    )
+
+
+def _other(rows: int, taken: set[int]) -> int:
+    """Another size with the same alignment, unlike those taken."""
+    if rows == 0:
+        return 0
+    align = alignment(rows)
+    made = rows + 2 * align
+    while made in taken or alignment(made) != align:
+        made += align
+    return made
+
+
+def _describe(request: Request, key: tuple[Any, ...]) -> dict[str, Any]:
+    recipe = request.recipe
+    try:
+        shown: Any = None if recipe is None else recipe.to_dict()
+    except Error:
+        shown = repr(recipe)
+    return {
+        "op": type(request.op).__name__,
+        "inputs": [
+            [str(s.dtype).removeprefix("torch."), [int(d) for d in s.shape]] for s in request.inputs
+        ],
+        "arch": request.arch,
+        "grad": request.grad,
+        "recipe": shown if request.quantized else None,
+        "calibrating": request.calibrating,
+        "autocast_dtype": None
+        if request.autocast_dtype is None
+        else str(request.autocast_dtype).removeprefix("torch."),
+    }

@@ -1,0 +1,117 @@
+"""Activation recompute across calls: recorded recipes, torch's checkpoint, and `te.checkpoint`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+
+from te_ops.context import Frame
+from te_ops.errors import RecipeError
+from te_ops.op import Op
+
+
+class Recorded(NamedTuple):
+    """What an op's last forward outside backward ran under."""
+
+    frame: Frame | None
+    versions: dict[Any, int]
+    grad: bool
+
+
+def in_backward() -> bool:
+    """Whether this code runs inside a backward pass: then a forward is a recompute."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def record(op: Op, frame: Frame | None, states: Sequence[Any], grad: bool) -> None:
+    """Remember the recipe (and the state's version) of a forward, for a recompute of it."""
+    fields = op.__dict__  # not through __setattr__: a call must not look like a change of the op
+    if frame is not None or _LAST in fields:
+        fields[_LAST] = Recorded(frame, {s: s.version for s in states}, grad)
+
+
+def recorded(op: Op) -> Recorded | None:
+    """The last forward of this op outside backward."""
+    return op.__dict__.get(_LAST)
+
+
+_LAST = "_te_last"
+
+
+def check_recompute(op: Op, states: Sequence[Any], seen: Recorded | None) -> None:
+    """A stateful recompute must see the scales of its forward.
+
+    Raises:
+        RecipeError: they moved on, or the forward did not record them.
+    """
+    replay = REPLAY.get()
+    if (replay is not None and not replay.recording) or not states or seen is None:
+        return
+    if not seen.grad:
+        raise RecipeError(
+            f"{type(op).__name__}: reentrant checkpointing runs the first forward without gradients, so "
+            "delayed scaling would never observe it; use te.checkpoint, te.Recompute or use_reentrant=False"
+        )
+    for state in states:
+        if seen.versions.get(state) != state.version:
+            raise RecipeError(
+                f"{type(op).__name__}: a recompute in backward would quantize with other scales than its forward, "
+                "since the delayed-scaling state has moved on; use te.checkpoint or te.Recompute, "
+                "which replay the scales"
+            )
+
+
+@dataclass
+class Replay:
+    """Frames and scales that a checkpointed function used, in the order of its calls; `position` counts them."""
+
+    recording: bool = True
+    frames: list[Frame | None] = field(default_factory=list)
+    scales: dict[tuple[int, Any], torch.Tensor] = field(default_factory=dict)
+    position: int = 0
+    inner: list[Replay] = field(default_factory=list)  # of the checkpoints inside, in order
+    inner_position: int = 0
+
+    def enter(self) -> Replay:
+        """The replay of the next checkpoint inside: a new one, or that of the first pass."""
+        if self.recording:
+            self.inner.append(Replay())
+        self.inner_position += 1
+        return self.inner[self.inner_position - 1]
+
+
+REPLAY: ContextVar[Replay | None] = ContextVar("te_ops_replay", default=None)
+
+
+@contextlib.contextmanager
+def _replaying(replay: Replay, recording: bool) -> Iterator[None]:
+    replay.recording, replay.position, replay.inner_position = recording, 0, 0
+    token = REPLAY.set(replay)
+    try:
+        yield
+    finally:
+        REPLAY.reset(token)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `function(*args, **kwargs)` and recompute its inside in backward instead of saving it.
+
+    Like `torch.utils.checkpoint` (non-reentrant), and the recompute uses the recipe, scales and random numbers of
+    the first call and observes nothing, wherever backward runs.
+    """
+    outer = REPLAY.get()
+    replay = Replay() if outer is None else outer.enter()
+    first = outer is None or outer.recording
+
+    def contexts() -> tuple[Any, Any]:
+        return _replaying(replay, first), _replaying(replay, False)
+
+    return torch.utils.checkpoint.checkpoint(
+        function, *args, use_reentrant=False, context_fn=contexts, **kwargs
+    )

@@ -1,0 +1,269 @@
+"""The Attention op: packed and plain inputs, RoPE, masks, the LSE, mistakes, and real plans."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import te_ops as te
+from te_ops.basic.attention import Attention, band_of
+from te_ops.basic.band import Band
+from te_ops.basic.rope import RoPE
+from te_ops.errors import PlanError, ShapeError
+from te_ops.graph import Graph, Value
+from te_ops.op import Op
+
+from .attention_oracle import (
+    BF16,
+    CAUSAL,
+    CAUSAL_BR,
+    FULL,
+    Core,
+    Tensors,
+    gradients,
+    oracle,
+    oracle_gradients,
+    tensors,
+    values,
+)
+from .interp import forward, program
+
+
+def pack(xs: Tensors) -> torch.Tensor:
+    return torch.cat([x.flatten(2) for x in xs], -1)
+
+
+def test_packed_is_the_same_attention() -> None:
+    xs = tensors(2, (30, 30), (4, 2), (8, 6), torch.float32)
+    do = torch.randn(2, 30, 4, 6)
+    plain = Attention(4, 2)
+    packed = Attention(4, 2, kv_channels=(8, 6), packed=True)
+    (o,), grads = gradients(plain, xs, [do])
+    (y,), (dx,) = gradients(packed, (pack(xs),), [do.flatten(2)])
+    assert (plain.num_inputs, packed.num_inputs) == (3, 1)
+    assert torch.equal(o.flatten(2), y)
+    assert torch.equal(pack(tuple(grads)), dx)
+    assert torch.equal(o, values(Core(), *xs)[0])
+
+
+def test_packed_attention_makes_no_copies_but_the_gradients_placement() -> None:
+    x = torch.randn(2, 30, 60)
+    made = program(Attention(6, 2, packed=True), x, given=[True])
+    kinds = [n.prim.nature for n in made.g.nodes if n.prim.name not in ("input", "grad")]
+    names = [n.prim.name for n in made.g.nodes if n.prim.nature not in ("view", "effect")]
+    assert names == ["attention", "attention_backward", "pack"]
+    assert set(kinds) == {"view", "pure", "placement"}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_turns_q_and_k(packed: bool, interleaved: bool) -> None:
+    rotary = RoPE(6, interleaved=interleaved, start_position=3)
+    xs = tensors(2, (10, 10), (4, 2), (8, 8), torch.float64)
+    turned = (forward(rotary, xs[0]), forward(rotary, xs[1]), xs[2])
+    want = oracle(*turned, CAUSAL)[0]
+    op = Attention(4, 2, packed=packed, rotary=rotary)
+    ins = (pack(xs),) if packed else xs
+    do = torch.randn_like(want)
+    (o,), grads = gradients(op, ins, [do.flatten(2) if packed else do])
+    torch.testing.assert_close(o.reshape(want.shape), want, rtol=1e-12, atol=1e-12)
+
+    dq, dk, dv = oracle_gradients(turned, CAUSAL, do, None)
+    back = (gradients(rotary, (xs[0],), [dq])[1][0], gradients(rotary, (xs[1],), [dk])[1][0], dv)
+    got = grads[0] if packed else pack(tuple(grads))
+    torch.testing.assert_close(got, pack(back), rtol=1e-11, atol=1e-11)
+
+
+def test_two_layers_share_one_table() -> None:
+    class Two(Op):
+        """Two attention layers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = Attention(2, packed=True, rotary=RoPE(8))
+            self.b = Attention(2, packed=True, rotary=RoPE(8))
+
+        def emit(self, g: Graph, *xs: Value) -> Value:
+            o = self.a.emit(g, xs[0])
+            assert isinstance(o, Value)
+            self.b.emit(g, xs[0])
+            return o
+
+    Two.num_inputs = 1
+    made = program(Two(), torch.randn(1, 5, 48), given=[True])
+    names = [node.prim.name for node in made.g.nodes]
+    assert names.count("rope_table") == 1
+    assert names.count("dim") == 1
+
+
+def test_sequence_first_op() -> None:
+    x = torch.randn(2, 9, 48)
+    op = Attention(2, packed=True, rotary=RoPE(8))
+    turned = Attention(2, packed=True, rotary=RoPE(8, qkv_format="sbhd"), qkv_format="sbhd")
+    y = forward(op, x)
+    assert torch.equal(y, forward(turned, x.transpose(0, 1).contiguous()).transpose(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "band"),
+    [
+        ({"attn_mask_type": "no_mask"}, FULL),
+        ({}, CAUSAL),
+        ({"attn_mask_type": "causal_bottom_right"}, CAUSAL_BR),
+        ({"window_size": (2, 0)}, Band(2, 0)),
+        ({"attn_mask_type": "no_mask", "window_size": (2, 1)}, Band(2, 1, "bottom_right")),
+        ({"bottom_right_diagonal": True}, CAUSAL_BR),
+    ],
+)
+def test_op_masks(keywords: Any, band: Band) -> None:
+    xs = tensors(1, (4, 7), (2, 2), (8, 8), torch.float64)
+    torch.testing.assert_close(forward(Attention(2, **keywords), *xs), oracle(*xs, band)[0])
+    names = ("attn_mask_type", "window_size", "bottom_right_diagonal")
+    given = {"attn_mask_type": "causal"} | keywords
+    assert band_of(*(given.get(n) for n in names)).normalized(None, None) == band  # type: ignore[arg-type]
+
+
+def test_lse_for_users() -> None:
+    xs = tensors(1, (5, 3), (2, 2), (4, 4), torch.float64)
+    op = Attention(2, attn_mask_type="causal_bottom_right", return_lse=True)
+    assert op.num_extra_outputs == 1
+    o, want, _ = oracle(*xs, CAUSAL_BR)
+    dlse = torch.randn_like(want)
+    (got, lse), grads = gradients(op, xs, [torch.zeros_like(o), dlse])
+    torch.testing.assert_close(got, o)
+    torch.testing.assert_close(lse, want.masked_fill(want == math.inf, -math.inf))
+    assert bool((lse[:, :, :2] == -math.inf).all())
+    for a, b in zip(grads, oracle_gradients(xs, CAUSAL_BR, None, dlse), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"num_heads": 0}, "num_heads"),
+        ({"num_heads": 4, "num_gqa_groups": 3}, "not a multiple"),
+        ({"num_heads": 4, "kv_channels": (8, 8, 8)}, "kv_channels"),
+        ({"num_heads": 4, "kv_channels": 0}, "kv_channels"),
+        ({"num_heads": 4, "softmax_scale": math.inf}, "softmax_scale"),
+        ({"num_heads": 4, "qkv_format": "thd"}, "not served by this version"),
+        ({"num_heads": 4, "attn_mask_type": "padding"}, "equal length"),
+        ({"num_heads": 4, "rotary": RoPE(4, qkv_format="sbhd")}, "qkv_format"),
+        ({"num_heads": 4, "packed": 1}, "packed"),
+    ],
+)
+def test_constructor_mistakes(keywords: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Attention(**keywords)
+
+
+def test_input_mistakes() -> None:
+    xs = tensors(1, (4, 4), (2, 2), (8, 8), torch.float32)
+    with pytest.raises(ShapeError, match="q must be bshd with 4 heads"):
+        forward(Attention(4), *xs)
+    with pytest.raises(ShapeError, match="heads of 16"):
+        forward(Attention(2, kv_channels=16), *xs)
+    with pytest.raises(ShapeError, match="takes q, k and v, got 1"):
+        forward(Attention(2), xs[0])
+    with pytest.raises(ShapeError, match="heads of one size"):
+        forward(Attention(2, packed=True), torch.zeros(1, 4, 50))
+    with pytest.raises(ShapeError, match="96 features"):
+        forward(Attention(2, packed=True, kv_channels=16), torch.zeros(1, 4, 48))
+    with pytest.raises(ShapeError, match="3 dimensions"):
+        forward(Attention(2, packed=True), torch.zeros(4, 48))
+
+
+# -- through plans
+
+
+def block(dtype: torch.dtype) -> te.Sequential:
+    """The attention half of a decoder layer."""
+    return te.Sequential(
+        te.RMSNorm(32, dtype=dtype),
+        te.Linear(32, 64, bias=False, dtype=dtype),
+        te.Attention(4, 2, packed=True, rotary=te.RoPE(8)),
+        te.Linear(32, 32, bias=False, dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize("rows", [(2, 30), (3, 64), (1, 1), (0, 5), (2, 0)])
+def test_a_block_matches_autograd(rows: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    model = block(torch.float64)
+    x = torch.randn(*rows, 32, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(*rows, 32, dtype=torch.float64)
+    y = model(x)
+    leaves = (x, *model.parameters())
+    got = torch.autograd.grad(y, leaves, dy)
+
+    norm, qkv, _, out = model
+    scaled = torch.nn.functional.rms_norm(x, (32,), norm.weight, norm.eps)
+    parts = (scaled @ qkv.weight.T).split([32, 16, 16], -1)
+    q, k, v = (
+        part.unflatten(-1, (-1, 8)) if part.numel() else part.view(*rows, h, 8)
+        for part, h in zip(parts, (4, 2, 2), strict=True)
+    )
+    rotary = te.RoPE(8)
+    want = oracle(rotary(q), rotary(k), v, CAUSAL)[0].flatten(2) @ out.weight.T
+    torch.testing.assert_close(y, want)
+    for a, b in zip(got, torch.autograd.grad(want, leaves, dy), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_a_plan_serves_other_lengths_of_its_class() -> None:
+    op = te.Attention(2, packed=True, rotary=te.RoPE(8))
+    long, short = torch.randn(2, 65, 48), torch.randn(2, 81, 48)
+    assert op.plan(long) is op.plan(short)
+    for x in (long, short):
+        torch.testing.assert_close(op(x), forward(op, x))
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    model = block(torch.float32)
+    x = torch.randn(2, 16, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    y.float().square().sum().backward()
+    assert y.dtype is BF16
+    assert x.grad is not None
+    torch.testing.assert_close(y.float(), model(x), rtol=0.05, atol=0.05)
+
+
+def test_the_lse_leaves_a_pipeline_as_an_extra_output() -> None:
+    model = te.Sequential(
+        te.Linear(16, 48), te.Attention(2, packed=True, return_lse=True), te.Linear(16, 4)
+    )
+    y, lse = model(torch.randn(3, 5, 16))
+    assert (y.shape, lse.shape) == ((3, 5, 4), (3, 2, 5))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardOnly(te.Recipe):
+    """FP8 operands in the forward of attention, nothing else."""
+
+    def quantizer(self, role: te.Role) -> te.Quantizer | None:
+        is_forward = role.prim == "attention"
+        return te.Float8CurrentScalingQuantizer() if is_forward else None
+
+
+def test_backward_differentiates_the_quantized_forward() -> None:
+    """Saved are the records, and p = exp(s - lse) sums to 1 even where rows are peaked."""
+    xs = tensors(2, (32, 32), (4, 2), (8, 8), torch.float32)
+    xs = (xs[0] * 10.0, xs[1], xs[2] + 4.0)  # scores around 10, v with a mean
+    do = torch.randn(2, 32, 4, 8)
+    op, leaves = Attention(4, 2), [x.requires_grad_() for x in xs]
+    with te.autocast(recipe=ForwardOnly()):
+        o = op(*leaves)
+        saved = [v.format for segment in op.plan(*leaves).segments for v in segment.saved_values]
+    got = torch.autograd.grad(o, leaves, do)
+
+    quantizer = te.Float8CurrentScalingQuantizer()
+    read = tuple(te.quantize(x.detach(), quantizer).dequantize() for x in xs)
+    torch.testing.assert_close(o.double(), oracle(*read, CAUSAL)[0], rtol=1e-5, atol=1e-5)
+    for a, b in zip(got, oracle_gradients(read, CAUSAL, do, None), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+    assert sum("e4m3" in name for name in saved) == 3
+    assert len(saved) == 5  # and o, lse
