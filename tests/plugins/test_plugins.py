@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import te_ops as te
-from te_ops.registry import Rule, load_plugins, rules
+from te_ops.registry import PLUGINS, Rule, load_plugins, rules
 
 
 @dataclass
@@ -41,8 +41,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
         monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
 
+    before = dict(PLUGINS)
     with rules.temporary():
         yield install
+    PLUGINS.clear()
+    PLUGINS.update(before)
 
 
 def test_a_function_is_called(installed: Callable[..., None]) -> None:

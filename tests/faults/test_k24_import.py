@@ -1,0 +1,107 @@
+"""K24: the package imports and runs without a GPU, a vendor library or a compiled part."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import te_ops as te
+
+VENDORS = (
+    "cutlass",
+    "quack",
+    "cudnn",
+    "cuda",
+    "nvmath",
+    "triton",
+    "flash_attn",
+    "transformer_engine",
+    "apex",
+    "jax",
+)
+OTHERS = (
+    "accelerate",
+    "lightning",
+    "transformers",
+    "onnx",
+    "matplotlib",
+    "ml_dtypes",
+    "safetensors",
+    "hypothesis",
+)
+
+BLOCK = """
+import importlib.abc, sys
+names = {names!r}
+class Blocker(importlib.abc.MetaPathFinder):
+    tried = []
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in names:
+            Blocker.tried.append(name)
+            raise ImportError(f"{{name}} is blocked")
+sys.meta_path.insert(0, Blocker())
+"""
+TRAIN = """
+import torch, te_ops as te
+torch.set_num_threads(1)
+m = te.Sequential(te.RMSNorm(32), te.Linear(32, 32), te.SwiGLU(), te.Linear(16, 32))
+with te.autocast(recipe={recipe}):
+    y = m(torch.randn(3, 32))
+y.sum().backward()
+assert all(p.grad is not None for p in m.parameters())
+assert not torch.cuda.is_initialized()
+print("trained")
+"""
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(te.__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **env},
+    )
+
+
+@pytest.mark.parametrize(
+    ("blocked", "recipe"),
+    [(VENDORS, "te.recipe.DelayedScaling()"), (VENDORS + OTHERS, "te.recipe.NVFP4BlockScaling()")],
+    ids=["vendors", "all"],
+)
+def test_trains_with_blocked_packages_and_no_gpu(blocked: tuple[str, ...], recipe: str) -> None:
+    """B128."""
+    code = BLOCK.format(names=set(blocked)) + TRAIN.format(recipe=recipe)
+    done = run(code, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "trained"
+
+
+def test_import_loads_no_vendor_library() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import te_ops; "  # torch may load some itself
+        f"print(sorted(n for n in set(sys.modules) - before if n.partition('.')[0] in {VENDORS!r}))"
+    )
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_import_changes_no_global_setting_of_torch() -> None:
+    code = """
+import torch
+def state():
+    return (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(), torch.get_rng_state().sum(),
+            torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.allow_tf32)
+before = state()
+import te_ops
+assert state() == before
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
