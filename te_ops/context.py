@@ -62,6 +62,11 @@ class Key:
         return repr(self.value)
 
 
+def _name(group: Any) -> Any:
+    """A process group as part of a key: by name, since plans outlive it and must not keep its threads alive."""
+    return getattr(group, "group_name", group)
+
+
 _FRAME: ContextVar[Frame | None] = ContextVar("te_ops_autocast", default=None)
 
 
@@ -130,7 +135,7 @@ class autocast:  # noqa: N801  (a context manager, named like torch.autocast)
             calibrating=self.calibrating,
             group=self.group,
             region=outer.region if outer is not None else Region(),
-            key=Key((recipe, self.enabled, self.calibrating, self.group)),
+            key=Key((recipe, self.enabled, self.calibrating, _name(self.group))),
         )
         if (
             self.group is not None

@@ -360,7 +360,8 @@ class Graph:
     def param(self, tensor: torch.Tensor) -> Value:
         """The value of a parameter (or buffer) owned by an op of the pipeline; fetched anew at each call."""
         slot = self._slot(tensor, "tensor")
-        return self.leaf(PARAM, Spec(tuple(tensor.shape), tensor.dtype), slot=slot)
+        assert self._resolver is not None  # _slot has asked it
+        return self.leaf(PARAM, self._resolver.spec(tensor), slot=slot)
 
     def buffer(self, tensor: torch.Tensor) -> Value:
         """State read once at entry of the phase that reads it; written only through `update`."""
@@ -528,6 +529,10 @@ class Resolver:
     def slot(self, thing: Any) -> tuple[str, str] | None:
         """(module path, attribute) of a tensor or scalar, or None."""
         raise NotImplementedError
+
+    def spec(self, tensor: torch.Tensor) -> Spec:
+        """What a parameter is: dense, unless the resolver knows better."""
+        return Spec(tuple(tensor.shape), tensor.dtype)
 
     def module(
         self, g: Graph, module: torch.nn.Module, specs: tuple[Spec, ...]

@@ -152,10 +152,17 @@ class DelayedScaling(Recipe):
             raise RecipeError(
                 f"DelayedScaling: amax_history_len must be an int >= 1, got {self.amax_history_len!r}"
             )
-        if not isinstance(self.margin, int):
-            raise RecipeError(f"DelayedScaling: margin must be an int, got {self.margin!r}")
+        if not (isinstance(self.margin, int) and -126 <= self.margin <= 127):
+            raise RecipeError(
+                f"DelayedScaling: margin must be an int within [-126, 127] (2^margin is FP32), got {self.margin!r}"
+            )
         if not callable(self.amax_compute_algo):
             _one_of(self, "amax_compute_algo", ("max", "most_recent"))
+        algo = self.scaling_factor_compute_algo
+        if not (algo is None or callable(algo)):
+            raise RecipeError(
+                f"DelayedScaling: scaling_factor_compute_algo must be None or a function, got {algo!r}"
+            )
 
     def quantizer(self, role: Role) -> Quantizer | None:
         """Float8Quantizer in the format of the pass."""
@@ -358,7 +365,12 @@ class PerLayer(Recipe):
         if self.backward_override is not None:
             raise RecipeError("PerLayer: set backward_override on the recipes of the layers")
         items = self.layers.items() if isinstance(self.layers, Mapping) else self.layers
-        pairs = tuple((pattern, recipe) for pattern, recipe in items)
+        try:
+            pairs = tuple((pattern, recipe) for pattern, recipe in items)
+        except TypeError:
+            raise RecipeError(
+                f"PerLayer: layers must map patterns to recipes, got {self.layers!r}"
+            ) from None
         for pattern, recipe in (*pairs, ("default", self.default)):
             if not isinstance(pattern, str) or not (recipe is None or isinstance(recipe, Recipe)):
                 raise RecipeError(

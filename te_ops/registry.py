@@ -182,6 +182,9 @@ class Registry:
         self._rules: dict[str, Rule] = {}
         self._kernels: dict[str, Kernel] = {}
         self._only: frozenset[str] | None = None
+        self._hidden: tuple[str, ...] = ()
+        self.waiting: dict[str, list[Callable[[], None]]] = {}
+        self._loaded: set[str] = set()  # by `prepare`: they outlive a `temporary`
 
     def add(self, *made: Rule | Kernel, replace: bool = False) -> None:
         """Register rules and kernels.
@@ -201,6 +204,20 @@ class Registry:
     def _table(self, item: Rule | Kernel) -> dict[str, Any]:
         return self._rules if isinstance(item, Rule) else self._kernels
 
+    def when(self, device_type: str, load: Callable[[], None]) -> None:
+        """Call `load` before the first plan for a device of this type: it registers the kernels for it."""
+        self.waiting.setdefault(device_type, []).append(load)
+
+    def prepare(self, device_type: str | None = None) -> None:
+        """Load what waits for this device type (None: for any); cheap once it is done."""
+        if not self.waiting:
+            return
+        known = {*self._rules, *self._kernels}
+        for kind in [device_type] if device_type is not None else list(self.waiting):
+            for load in self.waiting.pop(kind, ()):
+                load()
+        self._loaded |= {*self._rules, *self._kernels} - known
+
     def remove(self, name: str) -> None:
         """Unregister a rule or a kernel."""
         if self._rules.pop(name, None) is None and self._kernels.pop(name, None) is None:
@@ -217,16 +234,24 @@ class Registry:
 
     def kernels(self, runs: str) -> list[Kernel]:
         """Kernels for a primitive or rule, best priority first; `"*"` kernels run any single primitive."""
-        found = [k for k in self._kernels.values() if k.runs == runs]
+        found = [
+            k
+            for k in self._kernels.values()
+            if k.runs == runs and not k.name.startswith(self._hidden or "\0")
+        ]
         return sorted(found, key=lambda k: -k.priority)
 
     def all(self) -> Iterable[Rule | Kernel]:
         """Everything, for `te-ops info`."""
+        self.prepare()
         return [*self._rules.values(), *self._kernels.values()]
 
     def find(self, name: str) -> Rule | Kernel:
         """A rule or kernel by name."""
         found = self._rules.get(name) or self._kernels.get(name)
+        if found is None and self.waiting:
+            self.prepare()
+            found = self._rules.get(name) or self._kernels.get(name)
         if found is None:
             raise PlanError(f"no rule or kernel is named {name!r}")
         return found
@@ -243,17 +268,30 @@ class Registry:
             self.version += 1
 
     @contextlib.contextmanager
+    def without(self, *prefixes: str) -> Iterator[None]:
+        """Within, kernels whose names start with one of these are not used: `without("cublas.", "cuda.")`."""
+        saved, self._hidden = self._hidden, (*self._hidden, *prefixes)
+        self.version += 1
+        try:
+            yield
+        finally:
+            self._hidden = saved
+            self.version += 1
+
+    @contextlib.contextmanager
     def temporary(self, *made: Rule | Kernel) -> Iterator[None]:
         """Within, these are registered too; for tests."""
         rules, kernels = dict(self._rules), dict(self._kernels)
         self.add(*made, replace=True)
-        self.version += (
-            1  # also with nothing added: plans made inside must not be those made outside
-        )
+        # Also with nothing added: plans made inside must not be those made outside.
+        self.version += 1
         try:
             yield
         finally:
-            self._rules, self._kernels = rules, kernels
+            # What a device's first plan loaded meanwhile stays: it is loaded only once.
+            late = {n: k for n, k in self._kernels.items() if n in self._loaded}
+            late_rules = {n: r for n, r in self._rules.items() if n in self._loaded}
+            self._rules, self._kernels = {**late_rules, **rules}, {**late, **kernels}
             self.version += 1
 
 

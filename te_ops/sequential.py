@@ -221,16 +221,14 @@ def _apply(
         return g.module(child, *flow), rest, ()
     wanted = _wanted(child, len(flow))
     missing = max(0, wanted - len(flow))
-    name = g._resolver.path_of(child) if g._resolver is not None else ""
-    if missing > len(rest):
-        raise ShapeError(
-            f"{name} ({type(child).__name__}) takes {wanted} inputs: {len(flow)} flow here and "
-            f"{len(rest)} more were given"
-        )
-    if len(flow) > wanted:
-        raise ShapeError(
-            f"{name} ({type(child).__name__}) takes {wanted} inputs, {len(flow)} flow here"
-        )
+    if missing > len(rest) or len(flow) > wanted:
+        takes = f"takes {wanted} input{'s' * (wanted != 1)}"
+        if missing:
+            takes += f": {len(flow)} flow here and {len(rest)} more were given"
+        else:
+            takes += f", {len(flow)} flow here"
+        with g.at((g._resolver and g._resolver.path_of(child)) or ""):
+            raise g.located(ShapeError(takes))
     result = child.emit(g, *flow, *rest[:missing])
     outputs = result if not isinstance(result, Value) else (result,)
     extra = _extra_outputs(child)

@@ -61,7 +61,7 @@ def GEMM(
         y = a.flatten(0, -2).t() @ b.flatten(0, -2) if a.dim() > 1 else torch.outer(a, b)
     else:
         y = a @ (b.t() if layout == "nt" else b)
-    made: torch.Tensor = y.to(dtype)
+    made: torch.Tensor = y if y.dtype is dtype else y.to(dtype)
     return made
 
 

@@ -33,13 +33,18 @@ def QUANTIZE(
     """(row record, column record, amax). Further inputs: the scale if the quantizer is stateful, then the seed."""
     rest = list(extras)
     state = rest.pop(0) if quantizer.stateful else None
-    seed = rest.pop(0) + stream * _STREAM_STEP if quantizer.stochastic else None
+    seed = rest.pop(0) + _as_int64(stream * _STREAM_STEP) if quantizer.stochastic else None
     return quantizer.records(x, row=live[0], col=live[1], state=state, seed=seed)
 
 
 _STREAM_STEP = (
     0x9E3779B97F4A7C1  # odd, so that seeds of different streams never meet within 2^60 calls
 )
+
+
+def _as_int64(number: int) -> int:
+    """The number modulo 2^64, as int64 arithmetic has it."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 @prim("amax", infer=lambda x: Spec((), torch.float32), differentiable=False)

@@ -36,8 +36,8 @@ class Bound:
     updates: tuple[tuple[Leaf, int, str], ...] = ()
     paths: tuple[str, ...] = ()  # of the ops whose nodes the steps run
 
-    def run(self, slots: Slots) -> None:
-        """Run every step; an error of a reference gets the path of its op.
+    def run(self, slots: Slots, title: str) -> None:
+        """Run every step; an error of a reference gets the path of its op in the pipeline `title`.
 
         Raises:
             Error: a reference refuses the values that it was given.
@@ -48,9 +48,10 @@ class Bound:
                 step(slots)
                 done += 1
         except Error as error:
-            if getattr(error, "located", False) or not self.paths[done]:
+            if getattr(error, "located", False):
                 raise
-            made = type(error)(f"{self.paths[done]}: {error}")
+            where = f"{title}.{self.paths[done]}".rstrip(".")
+            made = type(error)(f"{where}: {error}")
             made.located = True  # type: ignore[attr-defined]
             raise made from error
 

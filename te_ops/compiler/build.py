@@ -71,7 +71,7 @@ def assemble(request: Request, g: Graph, outputs: tuple[Value, ...], key: dict[s
         for value in piece.exports:
             slots[value] = size
             size += 1
-        segments.append(_segment(work, piece, flow, f"segment {len(segments)}"))
+        segments.append(_segment(work, piece, flow, len(segments)))
     results = tuple(
         _result(work, v, chain, slots, work.outputs[:i])
         for i, (v, chain) in enumerate(zip(work.outputs, views, strict=True))
@@ -187,7 +187,7 @@ class _Flow:
     shared: set[Value]  # values that another segment, a view or a second result reads
 
 
-def _segment(work: Work, piece: Piece, flow: _Flow, name: str) -> Segment:
+def _segment(work: Work, piece: Piece, flow: _Flow, number: int) -> Segment:
     needs, slots = flow.needs, flow.slots
     imports = tuple(slots[v] for v in piece.imports)
     exports = tuple(slots[v] for v in piece.exports)
@@ -204,13 +204,16 @@ def _segment(work: Work, piece: Piece, flow: _Flow, name: str) -> Segment:
         piece.graph,
         tuple(piece.map[v] for v in piece.exports),
         work.notes,
-        name,
+        f"segment {number}",
+        number,
     )
     part.g._resolver = None
     part.wanted = tuple(
         n.out for n in part.g.nodes if n.prim in (INPUT, PARAM) and _wanted(n, work, piece, needs)
     )
-    part.output_grads = tuple(needs[v.node] for v in piece.exports)
+    part.output_grads = tuple(
+        needs[v.node] and work.g.spec(v).dtype.is_floating_point for v in piece.exports
+    )
     part.final = tuple(v not in flow.shared for v in piece.exports)
     return compile_segment(part, imports, exports)
 
@@ -300,6 +303,7 @@ def compile_segment(part: Work, imports: tuple[int, ...], exports: tuple[int, ..
         leaves=tuple(leaf(part.g.node(v)) for v in leaves),
         forward=forward,
         saved=saved,
+        saves_tensors=all(part.g.spec(v).kind.name == "dense" for v in part.saved),
         saved_leaf=kinds,
         full=part.output_grads,
         derive=derive,

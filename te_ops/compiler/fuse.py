@@ -63,20 +63,27 @@ class _Matcher:
         for rule, nodes in matches:
             if rule.name in missing:
                 continue
-            if not REGISTRY.kernels(rule.name):
+            nowhere = self._runs_nowhere(rule)
+            if nowhere is not None:
                 missing.add(rule.name)
-                self.work.note(
-                    rule.name,
-                    nodes,
-                    "",
-                    f"no kernel for it is registered ({self.work.request.arch})",
-                )
+                self.work.note(rule.name, nodes, "", nowhere)
             elif self._closes_cycle(nodes):
                 self.work.note(
                     rule.name, nodes, "", "fusing it would close a cycle with its other readers"
                 )
             elif self._take(rule, nodes):
                 return
+
+    def _runs_nowhere(self, rule: Rule) -> str | None:
+        """Why no kernel of the rule runs on this device, or None if one may."""
+        arch = self.work.request.arch
+        kernels = REGISTRY.kernels(rule.name)
+        if not kernels:
+            return f"no kernel for it is registered ({arch})"
+        if any(kernel.arch.refuse(arch) is None for kernel in kernels):
+            return None
+        listed = ", ".join(f"{kernel.name} needs {kernel.arch.text}" for kernel in kernels)
+        return f"no kernel for it runs on {arch} ({listed})"
 
     def _take(self, rule: Rule, nodes: tuple[Node, ...]) -> bool:
         """Make the group if a kernel takes it."""

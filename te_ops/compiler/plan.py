@@ -57,6 +57,7 @@ class Segment:
     leaves: tuple[Leaf, ...] = ()  # differentiable tensors in order: imports, then parameters
     forward: Bound | None = None
     saved: tuple[int, ...] = ()
+    saves_tensors: bool = False  # no record, shape or number among the saved values
     saved_leaf: tuple[str, ...] = ()  # kind of leaf per saved value, "" for computed ones
     full: tuple[bool, ...] = ()  # outputs that may get gradients
     derive: Callable[[tuple[bool, ...]], Backward | None] | None = field(default=None, repr=False)

@@ -19,6 +19,8 @@ from te_ops.graph import BUFFER, DIM, SHAPE_OF, Node, Phase, Spec, Value
 from te_ops.quantizers import Quantizer, Usage
 from te_ops.recipe import Recipe, Role
 
+_STREAMS_PER_SEGMENT = 2**20
+
 _READS_RECORDS = frozenset({DEQUANTIZE, TRANSPOSE_RECORD, SHAPE_OF, DIM})
 
 
@@ -123,12 +125,16 @@ class _Quantize:
                 extras.append(self._scale(node, role))
             if quantizer.stochastic:
                 extras.append(g.seed())
-                stream = self.streams.setdefault((x, quantizer), len(self.streams) + 1)
-                attrs["stream"] = stream
+                attrs["stream"] = self._stream(x, quantizer)
             outs = g.calls(QUANTIZE, x, *extras, **attrs)
         if quantizer.stateful:
             self._observe(node, role, quantizer, outs[2])
         return outs[index]
+
+    def _stream(self, x: Value, quantizer: Quantizer) -> int:
+        """A number of the (value, quantizer) in the whole plan: its segments share the seed of the call."""
+        first = self.work.number * _STREAMS_PER_SEGMENT + 1
+        return self.streams.setdefault((x, quantizer), first + len(self.streams))
 
     def _fold(self, node: Node, x: Value, quantizer: Quantizer, usage: str) -> Value | None:
         """quantize(dequantize(r)) in r's own format is r; its other usage is r's transpose. Bytes are rounded once."""
@@ -141,22 +147,24 @@ class _Quantize:
         else:
             return None
         kind = g.spec(record).kind
-        if not _same_format(kind.quantizer, quantizer):
+        wanted = Usage.ROW if usage == "row" else Usage.COL
+        have, want = (
+            kind.quantizer.of_usage(kind.usage),
+            quantizer.of_usage(wanted),
+        )  # a hybrid has one a usage
+        if not _same_format(have, want):
             self.work.note(
-                "quantize",
-                (node,),
-                "",
-                f"second rounding: {kind.quantizer.describe()} to {quantizer.describe()}",
+                "quantize", (node,), "", f"second rounding: {have.describe()} to {want.describe()}"
             )
             return None
-        if kind.usage is (Usage.ROW if usage == "row" else Usage.COL):
+        if kind.usage is wanted:
             return record
-        if not kind.quantizer.exact_other_usage():
+        if not have.exact_other_usage():
             self.work.note(
                 "quantize",
                 (node,),
                 "",
-                f"second rounding: {quantizer.describe()} has no exact other usage",
+                f"second rounding: {have.describe()} has no exact other usage",
             )
             return None
         with g.position(node):

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrize
 
 from te_ops.attrs import Dim
 from te_ops.compiler.work import Request
 from te_ops.errors import Error, PlanError, ShapeError
-from te_ops.graph import Graph, Resolver, Spec, Value
+from te_ops.graph import Graph, Kind, Resolver, Spec, Value
 from te_ops.op import Op, Scalar
+from te_ops.quantizers import QuantizedTensor, Usage
 
 
 class ModuleResolver(Resolver):
     """Slots of one pipeline. Keeps no module alive: graphs that hold a resolver may sit in a reference cycle."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, device: torch.device | None = None) -> None:
         self._root = weakref.ref(root)
+        self._device = device  # where the pipeline runs
         self._paths: dict[int, str] = {}
         self._slots: dict[int, tuple[str, str]] = {}
         for path, module in root.named_modules():
@@ -45,6 +49,10 @@ class ModuleResolver(Resolver):
         """(path, attribute) of a tensor or scalar that an op of the pipeline holds."""
         return self._slots.get(id(thing))
 
+    def spec(self, tensor: torch.Tensor) -> Spec:
+        """Dense, or a record for a quantized parameter."""
+        return spec_of(tensor)
+
     def path_of(self, module: nn.Module) -> str | None:
         """Path under the root ("" for the root itself)."""
         return self._paths.get(id(module))
@@ -63,7 +71,7 @@ class ModuleResolver(Resolver):
     def module(
         self, g: Graph, module: nn.Module, specs: tuple[Spec, ...]
     ) -> tuple[str, tuple[Spec, ...]]:
-        """Specs of a foreign module's outputs, by calling it on meta tensors without its hooks or state."""
+        """Specs of a foreign module's outputs, by calling it on tensors without data, without its hooks or state."""
         path = self.path_of(module)
         if path is None:
             raise PlanError(
@@ -77,13 +85,16 @@ class ModuleResolver(Resolver):
         if isinstance(module, Op):
             return path, self._op_outputs(g, module, specs)
         _load_meta_kernels()
-        shadow = meta_copy(module, {})
-        inputs = [
-            torch.empty([int(d) for d in s.shape], dtype=s.dtype, device="meta") for s in specs
-        ]
         try:
-            with torch.no_grad():
-                result = shadow.forward(*inputs)
+            with torch.no_grad(), self._without_data(g) as device:
+                shadow = meta_copy(module, {}, device)
+                sizes = [[int(d) for d in s.shape] for s in specs]
+                result = shadow.forward(
+                    *(
+                        torch.empty(n, dtype=s.dtype, device=device)
+                        for n, s in zip(sizes, specs, strict=True)
+                    )
+                )
         except Exception as error:
             raise PlanError(
                 f"{self.describe(path)}: te_ops must know its output shapes, and calling it on meta tensors failed: "
@@ -97,8 +108,20 @@ class ModuleResolver(Resolver):
                 )
         return path, tuple(_with_dims(tuple(t.shape), t.dtype, specs) for t in results)
 
+    @contextlib.contextmanager
+    def _without_data(self, g: Graph) -> Iterator[torch.device | str]:
+        """Yields the device of tensors without data. torch's autocast, which decides dtypes, passes meta tensors by."""
+        if g.autocast_dtype is None or self._device is None:
+            yield "meta"
+        else:
+            with (
+                FakeTensorMode(allow_non_fake_inputs=True),
+                torch.autocast(self._device.type, g.autocast_dtype),
+            ):
+                yield self._device
+
     def _op_outputs(self, g: Graph, op: Op, specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
-        scratch = Graph(ModuleResolver(op), autocast_dtype=g.autocast_dtype)
+        scratch = Graph(ModuleResolver(op, self._device), autocast_dtype=g.autocast_dtype)
         result = op.emit(scratch, *(scratch.input(i, s) for i, s in enumerate(specs)))
         values = (
             result if isinstance(result, tuple) and not isinstance(result, Value) else (result,)
@@ -126,6 +149,16 @@ def _with_dims(shape: tuple[int, ...], dtype: torch.dtype, specs: tuple[Spec, ..
     return Spec(shape, dtype)
 
 
+def spec_of(x: torch.Tensor) -> Spec:
+    """Of a plan input or a parameter: a quantized tensor is a record, the row one if it has it."""
+    if isinstance(x, QuantizedTensor):
+        usage = Usage.ROW if x.rowwise is not None else Usage.COL
+        record = x.rowwise if x.rowwise is not None else x.columnwise
+        assert record is not None
+        return Spec(tuple(x.shape), x.dtype, Kind("record", record.quantizer, usage))
+    return Spec(tuple(x.shape), x.dtype)
+
+
 def owned(op: nn.Module) -> list[tuple[str, Any]]:
     """Tensors and run-time scalars that an op holds: parameters, buffers, parametrized and plain attributes."""
     found: list[tuple[str, Any]] = [(n, t) for n, t in op._parameters.items() if t is not None]
@@ -136,19 +169,21 @@ def owned(op: nn.Module) -> list[tuple[str, Any]]:
     return found
 
 
-def meta_copy(module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
-    """A shallow twin with meta tensors and no hooks: running it changes nothing of the original."""
+def meta_copy(
+    module: nn.Module, memo: dict[int, nn.Module], device: torch.device | str = "meta"
+) -> nn.Module:
+    """A shallow twin with empty tensors and no hooks: running it changes nothing of the original."""
     if id(module) in memo:
         return memo[id(module)]
     twin = memo[id(module)] = copy.copy(module)
 
     def to_meta(t: torch.Tensor | None) -> Any:
-        return None if t is None else torch.empty_like(t, device="meta")
+        return None if t is None else torch.empty_like(t, device=device)
 
     fields = dict(module.__dict__)
     fields["_parameters"] = {n: to_meta(p) for n, p in module._parameters.items()}
     fields["_buffers"] = {n: to_meta(b) for n, b in module._buffers.items()}
-    fields["_modules"] = {n: m and meta_copy(m, memo) for n, m in module._modules.items()}
+    fields["_modules"] = {n: m and meta_copy(m, memo, device) for n, m in module._modules.items()}
     for name in fields:
         if name.endswith(("_hooks", "_hooks_with_kwargs")):
             fields[name] = OrderedDict()
@@ -169,7 +204,7 @@ def trace(request: Request) -> tuple[Graph, tuple[Value, ...]]:
 
 
 def _trace(request: Request) -> tuple[Graph, tuple[Value, ...]]:
-    g = Graph(ModuleResolver(request.op), autocast_dtype=request.autocast_dtype)
+    g = Graph(ModuleResolver(request.op, request.device), autocast_dtype=request.autocast_dtype)
     expected = request.op.num_inputs
     if expected is not None and expected != len(request.inputs):
         raise ShapeError(

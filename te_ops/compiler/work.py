@@ -90,6 +90,7 @@ class Work:
     notes: list[Note] = field(default_factory=list)
     # of a segment
     name: str = ""
+    number: int = 0
     wanted: tuple[Value, ...] = ()  # leaves that need gradients
     final: tuple[bool, ...] = ()  # outputs that only the caller reads: they may be records
     output_grads: tuple[bool, ...] = ()  # which outputs get a gradient

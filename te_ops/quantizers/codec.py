@@ -14,6 +14,23 @@ _TABLES = {
 }
 
 
+_PLACED: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def on(table: Tensor, device: torch.device) -> Tensor:
+    """A module's constant `table` on a device: copied once, since a copy from the host waits for the device."""
+    if device == table.device:
+        return table
+    key = id(table), device
+    found = _PLACED.get(key)
+    if found is None:
+        with torch.inference_mode(False):
+            found = table.to(device)
+        if type(found) is Tensor:  # a fake tensor is nobody else's
+            _PLACED[key] = found
+    return found
+
+
 def pick(table: Tensor, codes: Tensor) -> Tensor:
     """``table[codes]`` for uint8 `codes`: their shape, followed by the table's inner shape."""
     found = table.index_select(0, codes.reshape(-1).int())

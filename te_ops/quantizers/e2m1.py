@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_ops.quantizers.codec import pick
+from te_ops.quantizers.codec import on, pick
 
 E2M1_MAX = 6.0
 
@@ -26,7 +26,9 @@ def encode_e2m1(y: Tensor, uniform: Tensor | None = None) -> Tensor:
     conversion instruction of NVIDIA GPUs has it. Rounds to nearest even, or, given `uniform` in
     [0, 1) of `y`'s shape, to one of the two neighbours with the probability of its closeness.
     """
-    limit = torch.tensor(E2M1_MAX, device=y.device)
+    limit = torch.full(
+        (), E2M1_MAX, dtype=y.dtype, device=y.device
+    )  # made there: a copy from the host waits
     # fmin drops the NaN, which clamp would keep.
     clipped = torch.fmin(y, limit).clamp_(min=-E2M1_MAX)
     a = clipped.abs()
@@ -44,7 +46,7 @@ def encode_e2m1(y: Tensor, uniform: Tensor | None = None) -> Tensor:
 
 def values_e2m1(codes: Tensor) -> Tensor:
     """FP32 values of unpacked `codes`."""
-    return pick(_VALUES.to(codes.device), codes)
+    return pick(on(_VALUES, codes.device), codes)
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:
@@ -57,7 +59,7 @@ def pack_e2m1(codes: Tensor) -> Tensor:
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """Bytes [..., n] as FP32 values [..., 2 n]."""
-    values = pick(_PAIRS.to(packed.device), packed)
+    values = pick(on(_PAIRS, packed.device), packed)
     return values.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 

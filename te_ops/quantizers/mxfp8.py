@@ -35,6 +35,7 @@ from te_ops.quantizers.codec import (
     blocks_along,
     decode_fp8,
     encode_fp8,
+    on,
     pick,
     scale_tiles_,
     stretch,
@@ -109,7 +110,7 @@ class MXFP8Quantizer(Quantizer):
         matrix = x.reshape(rows_and_columns(tuple(x.shape)))
         tile = (BLOCK, BLOCK) if self.with_2d_quantization else _tile(usage)
         codes = e8m0_from_amax(tile_amax(matrix, *tile), fp8_max(self.dtype))
-        encode = pick(_ENCODE.to(x.device), codes)
+        encode = pick(on(_ENCODE, x.device), codes)
         scaled = scale_tiles_(matrix.to(torch.float32, copy=True).contiguous(), encode, *tile)
         if self.with_2d_quantization:
             dim = 0 if usage is Usage.ROW else 1
@@ -124,7 +125,7 @@ class MXFP8Quantizer(Quantizer):
         values = decode_fp8(record.data.reshape(rows_and_columns(record.shape)))
         if record.dtype is torch.float64:
             values = values.double()
-        scale = pick(_DECODE.to(values.device), record.scale_inv.view(torch.uint8))
+        scale = pick(on(_DECODE, values.device), record.scale_inv.view(torch.uint8))
         return scale_tiles_(values, scale, *_tile(record.usage)).view(record.shape)
 
     def layout(

@@ -44,6 +44,7 @@ from te_ops.quantizers.codec import (
     blocks_along,
     decode_fp8,
     encode_fp8,
+    on,
     padded,
     scale_tiles_,
     stretch,
@@ -84,7 +85,7 @@ def hadamard_16(x: Tensor) -> Tensor:
     if not x.numel():
         return x
     groups = x.view(*x.shape[:-1], -1, BLOCK)
-    return _butterfly(groups * _SIGNS.to(x.device)).bfloat16().float().view(x.shape)
+    return _butterfly(groups * on(_SIGNS, x.device)).bfloat16().float().view(x.shape)
 
 
 def inverse_hadamard_16(x: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ def inverse_hadamard_16(x: Tensor) -> Tensor:
     if not x.numel():
         return x
     groups = _butterfly(x.view(*x.shape[:-1], -1, BLOCK))
-    return groups.mul_(_SIGNS.to(x.device)).view(x.shape)
+    return groups.mul_(on(_SIGNS, x.device)).view(x.shape)
 
 
 @dataclass(frozen=True)

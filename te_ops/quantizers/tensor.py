@@ -214,6 +214,11 @@ def quantize(
     """
     if not hasattr(quantizer, "records"):
         raise RecipeError(f"quantize: the second argument must be a quantizer, got {quantizer!r}.")
+    if not isinstance(x, Tensor):
+        raise RecipeError(f"quantize: takes a tensor, got a {type(x).__name__}.")
+    for name, extra in (("state", state), ("seed", seed)):
+        if not (extra is None or isinstance(extra, Tensor)):
+            raise RecipeError(f"quantize: {name} must be a tensor, got {extra!r}.")
     if torch.is_grad_enabled() and x.requires_grad:
         result: QuantizedTensor = _Quantize.apply(  # type: ignore[no-untyped-call]
             x, quantizer, (rowwise, columnwise), (state, seed)

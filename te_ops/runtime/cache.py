@@ -15,18 +15,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame
 
 from te_ops.attrs import DynamicAttribute
 from te_ops.compiler.build import assemble
 from te_ops.compiler.passes import passes
 from te_ops.compiler.plan import Plan
-from te_ops.compiler.trace import dynamic_dims, leading_dims, owned, trace
+from te_ops.compiler.trace import dynamic_dims, leading_dims, owned, spec_of, trace
 from te_ops.compiler.work import Note, Request
 from te_ops.context import PLACE, Frame, Key, Region, current
 from te_ops.errors import Error, PlanError, ShapeError
-from te_ops.graph import Kind, Spec
+from te_ops.graph import Spec
 from te_ops.op import GLOBAL_HOOKS, HOOKS, Epoch, Op, Scalar
-from te_ops.quantizers import QuantizedTensor, Usage
+from te_ops.quantizers import QuantizedTensor
 from te_ops.registry import REGISTRY
 from te_ops.runtime import checkpoint as ckpt
 from te_ops.runtime.executor import Call, PlanRunner
@@ -228,10 +229,10 @@ def run(op: Op, xs: Sequence[Any]) -> Any:
     region: Region | None = None
     if not recomputing and not _replayed():
         region = frame.region if frame is not None else Region()
-    states = runner.states(op) if runner.state_slots else ()
+    states = runner.states(op, device) if runner.state_slots else ()
     if not recomputing:
         ckpt.record(op, frame, states, grad)
-    elif states:
+    else:
         ckpt.check_recompute(op, states, ckpt.recorded(op))
     seed = (
         torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
@@ -241,10 +242,11 @@ def run(op: Op, xs: Sequence[Any]) -> Any:
     task = torch._C._current_graph_task_id()
     if task != -1 and runner.observes_gradients:
         BackwardCommit.open()
-    call = Call(op, frame, region, seed, task, [])
     if autocast_dtype is None:
+        call = Call(op, device, frame, region, seed, task, [])
         result = runner(call, xs, grad)
     else:  # references do their own casts: torch's autocast must not add more
+        call = Call(op, device, frame, region, seed, task, [], (device.type, autocast_dtype))
         with torch.autocast(device.type, enabled=False):
             result = runner(call, xs, grad)
     for write in call.done:
@@ -255,7 +257,13 @@ def run(op: Op, xs: Sequence[Any]) -> Any:
     return result
 
 
-run._torchdynamo_disable = True  # type: ignore[attr-defined]  # one clean graph break under torch.compile
+# Under torch.compile a pipeline is one graph break: the mark keeps Dynamo from inlining the call, the strategy from
+# compiling it, and all that it calls, as frames of their own. (`torch.compiler.disable` would import all of Dynamo.)
+run._torchdynamo_disable = True  # type: ignore[attr-defined]
+eval_frame.set_code_exec_strategy(
+    run.__code__,
+    eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP),
+)
 
 
 def _replayed() -> bool:
@@ -299,12 +307,14 @@ def _runner(
         raise ShapeError(_bad_input(op, xs)) from None
     kind = device.type
     autocasts = kind != "meta" and torch.is_autocast_enabled(kind)
+    if REGISTRY.waiting:  # before the key is made: its version moves
+        REGISTRY.prepare(device.type)
     autocast_dtype = torch.get_autocast_dtype(kind) if autocasts else None
     ids: dict[int, int] = {}
     key = (
         cache.token,
         signature,
-        tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors),
+        tuple((t.shape, t.dtype, t.device, t.requires_grad, _format(t)) for t in tensors),
         tuple(ids.setdefault(id(t), k) for k, t in enumerate(tensors)),
         (frame.key, PLACE.get()) if frame is not None else None,
         grad,
@@ -327,7 +337,16 @@ def _runner(
 
 def _kind(x: torch.Tensor) -> Any:
     """What the shape and dtype of an input do not tell: the format of a quantized one."""
-    return _spec_of(x).kind if isinstance(x, QuantizedTensor) else type(x)
+    if x.layout is not torch.strided:
+        raise ShapeError(
+            f"te_ops takes dense tensors, got one with layout {x.layout}; use to_dense()"
+        )
+    return spec_of(x).kind if isinstance(x, QuantizedTensor) else type(x)
+
+
+def _format(t: torch.Tensor) -> Any:
+    """The format of a quantized parameter, None for a dense one."""
+    return spec_of(t).kind if type(t) is QuantizedTensor else None
 
 
 def _bad_input(op: Op, xs: Sequence[Any]) -> str:
@@ -341,7 +360,7 @@ def _plan(
     op: Op, cache: OpCache, xs: Sequence[Any], frame: Frame | None, key: tuple[Any, ...]
 ) -> Plan:
     _check_devices(op, cache, xs)
-    specs = tuple(_spec_of(x) for x in xs)
+    specs = tuple(spec_of(x) for x in xs)
     features = op.feature_dims
     leads = leading_dims(specs, features)
     inputs = tuple(
@@ -385,15 +404,6 @@ def _check_devices(op: Op, cache: OpCache, xs: Sequence[Any]) -> None:
             raise PlanError(
                 f"{path} ({owner}): {name} is on {tensor.device}, the input on {device}{hint}"
             )
-
-
-def _spec_of(x: torch.Tensor) -> Spec:
-    if isinstance(x, QuantizedTensor):
-        usage = Usage.ROW if x.rowwise is not None else Usage.COL
-        record = x.rowwise if x.rowwise is not None else x.columnwise
-        assert record is not None
-        return Spec(tuple(x.shape), x.dtype, Kind("record", record.quantizer, usage))
-    return Spec(tuple(x.shape), x.dtype)
 
 
 def _same_leads(specs: Sequence[Spec], features: int) -> Any:

@@ -22,6 +22,9 @@ class Recorded(NamedTuple):
     frame: Frame | None
     versions: dict[Any, int]
     grad: bool
+    ambiguous: bool = (
+        False  # an earlier forward, under another recipe, still waits for its backward
+    )
 
 
 def in_backward() -> bool:
@@ -30,10 +33,32 @@ def in_backward() -> bool:
 
 
 def record(op: Op, frame: Frame | None, states: Sequence[Any], grad: bool) -> None:
-    """Remember the recipe (and the state's version) of a forward, for a recompute of it."""
+    """Remember the recipe (and the state's version) of a forward, for a recompute of it.
+
+    A validation without gradients between a forward and its backward does not take its place.
+    """
     fields = op.__dict__  # not through __setattr__: a call must not look like a change of the op
-    if frame is not None or _LAST in fields:
-        fields[_LAST] = Recorded(frame, {s: s.version for s in states}, grad)
+    prior: Recorded | None = fields.get(_LAST)
+    if frame is None and prior is None:
+        return
+    waits = prior is not None and prior.grad and not fields.get(_USED, True)
+    if waits and not grad:
+        return
+    ambiguous = False
+    if prior is not None and waits:
+        ambiguous = prior.ambiguous or _key(prior.frame) != _key(frame)
+    fields[_LAST] = Recorded(frame, {s: s.version for s in states}, grad, ambiguous)
+    fields[_USED] = False
+
+
+def _key(frame: Frame | None) -> Any:
+    return None if frame is None else frame.key
+
+
+def used(op: Any) -> None:
+    """A backward of this op has run: its last forward no longer waits."""
+    if op is not None and _LAST in op.__dict__:
+        op.__dict__[_USED] = True
 
 
 def recorded(op: Op) -> Recorded | None:
@@ -41,17 +66,24 @@ def recorded(op: Op) -> Recorded | None:
     return op.__dict__.get(_LAST)
 
 
-_LAST = "_te_last"
+_LAST, _USED = "_te_last", "_te_used"
 
 
 def check_recompute(op: Op, states: Sequence[Any], seen: Recorded | None) -> None:
-    """A stateful recompute must see the scales of its forward.
+    """A recompute must see the recipe of its forward, and a stateful one its scales.
 
     Raises:
-        RecipeError: they moved on, or the forward did not record them.
+        RecipeError: it is not clear which recipe that was, the scales moved on, or were not recorded.
     """
     replay = REPLAY.get()
-    if (replay is not None and not replay.recording) or not states or seen is None:
+    if (replay is not None and not replay.recording) or seen is None:
+        return
+    if seen.ambiguous:
+        raise RecipeError(
+            f"{type(op).__name__}: it was called under several recipes before this backward, and torch's checkpoint "
+            "does not say which call is recomputed; use te.checkpoint or te.Recompute"
+        )
+    if not states:
         return
     if not seen.grad:
         raise RecipeError(

@@ -15,7 +15,7 @@ from te_ops.compiler.work import StateUse
 from te_ops.context import PLACE, Frame, Region, join_path
 from te_ops.errors import PlanError
 from te_ops.quantizers import QuantizedTensor, Record, Usage
-from te_ops.runtime.checkpoint import REPLAY
+from te_ops.runtime.checkpoint import REPLAY, used
 from te_ops.runtime.state import BackwardCommit, DelayedState, Observation, make_state, observe
 
 Fetch = tuple[
@@ -27,11 +27,15 @@ class Call(NamedTuple):
     """What one call of a plan knows besides its tensors; shared by its segments and their backwards."""
 
     op: nn.Module | None
+    device: torch.device
     frame: Frame | None
     region: Region | None  # None: observe nothing (recompute)
     seed: torch.Tensor | None
     task: int  # the backward pass that this call runs in (a recompute), or -1
     done: list[Callable[[], None]]  # what to write if the whole call succeeds
+    autocast: tuple[str, torch.dtype] | None = (
+        None  # torch's, for the modules inside that are not ours
+    )
 
 
 class SegmentRunner:
@@ -137,10 +141,11 @@ class SegmentRunner:
             slots[slot] = get(call)
         for slot in self.copied:
             slots[slot] = slots[slot].clone()
-        bound.run(slots)
+        bound.run(slots, self.title)
         if self.observed and call.region is not None:
             for module, operand, use, slot in self.observed:
-                state = make_state(_root(call, module), operand, use.config.amax_history_len)
+                length = use.config.amax_history_len
+                state = make_state(_root(call, module), operand, length, call.device)
                 call.done.append(
                     partial(observe, call.region.observed, state, slots[slot], _seen(use, call))
                 )
@@ -165,6 +170,7 @@ class _BackwardRunner:
 
     def __init__(self, runner: SegmentRunner, made: Backward) -> None:
         self.made = made
+        self.title = runner.title
         self.bound = made.bound
         self.grads = tuple(
             (leaf.index, slot) for leaf, slot in made.bound.loads if leaf.kind == "grad"
@@ -182,10 +188,11 @@ class _BackwardRunner:
             slots[slot] = _entry(dys[index])
         for get, slot in self.others:
             slots[slot] = get(call)
-        self.bound.run(slots)
+        self.bound.run(slots, self.title)
         if self.observed:
             for module, operand, use, slot in self.observed:
-                state = make_state(_root(call, module), operand, use.config.amax_history_len)
+                length = use.config.amax_history_len
+                state = make_state(_root(call, module), operand, length, call.device)
                 BackwardCommit.observe(call.task, state, slots[slot], _seen(use, call))
         return tuple(None if i is None else slots[i] for i in self.bound.results)
 
@@ -225,7 +232,8 @@ def _scale_getter(
     module: nn.Module | None, operand: str, config: Any, fp8_max: float
 ) -> Callable[[Call], Any]:
     def get(call: Call) -> torch.Tensor:
-        state: DelayedState = make_state(_root(call, module), operand, config.amax_history_len)
+        length = config.amax_history_len
+        state: DelayedState = make_state(_root(call, module), operand, length, call.device)
         replay = REPLAY.get()
         use = (replay.position, state) if replay is not None else (0, state)
         if replay is not None and not replay.recording and use in replay.scales:
@@ -273,30 +281,19 @@ class _SegmentNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: SegmentRunner, call: Call, *tensors: Any) -> tuple[Any, ...]:
         slots, outs = runner.execute(call, tensors)
-        flat: list[torch.Tensor] = []
-        layout: list[Any] = []
-        for slot in runner.segment.saved:
-            value = slots[slot]
-            if isinstance(value, torch.Tensor):
-                layout.append(None)
-                flat.append(value)
-            elif isinstance(value, Record):
-                layout.append(_Template(value))
-                flat.extend(value.tensors())
-            else:
-                layout.append((value,))
-        ctx.save_for_backward(*flat)
-        ctx.layout, ctx.runner, ctx.call = layout, runner, call
-        ctx.outs = tuple((o.shape, o.dtype, o.device) for o in outs)
+        segment = runner.segment
+        if segment.saves_tensors:
+            ctx.save_for_backward(*[slots[i] for i in segment.saved])
+            ctx.layout = None
+        else:
+            ctx.layout = _flatten(ctx, [slots[i] for i in segment.saved])
+        ctx.runner, ctx.call = runner, call
+        ctx.outs = tuple([(o.shape, o.dtype, o.device) for o in outs])
         ctx.set_materialize_grads(False)
-        full = runner.segment.full
-        fixed = [
-            o
-            for o, grad in zip(outs, full, strict=True)
-            if not (grad and o.dtype.is_floating_point)
-        ]
-        if fixed:
-            ctx.mark_non_differentiable(*fixed)
+        if not all(segment.full):
+            ctx.mark_non_differentiable(
+                *[o for o, grad in zip(outs, segment.full, strict=True) if not grad]
+            )
         return outs
 
     @staticmethod
@@ -311,15 +308,45 @@ class _SegmentNode(torch.autograd.Function):
                 f"{runner.title}: a tensor that was saved for backward (an input, a parameter or an output) has been "
                 f"changed in place since the forward; clone it before changing it. {error}"
             ) from error
+        used(ctx.call.op)
         clear = getattr(ctx, "maybe_clear_saved_tensors", None)
         if clear is not None:
             clear()
-        second_order = torch.is_grad_enabled()
+        if not torch.is_grad_enabled():
+            return (None, None, *_backward(ctx, flat, dys))
         with torch.no_grad():
             grads = _backward(ctx, flat, dys)
-        if second_order:
-            grads = _refuse_second_order(runner.title, grads)
-        return (None, None, *grads)
+        return (None, None, *_refuse_second_order(runner.title, grads))
+
+
+def _flatten(ctx: Any, values: list[Any]) -> list[Any]:
+    """Save all tensors, those of records too; returns how to put the values together again."""
+    flat: list[torch.Tensor] = []
+    layout: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            layout.append(None)
+            flat.append(value)
+        elif isinstance(value, Record):
+            layout.append(_Template(value))
+            flat.extend(value.tensors())
+        else:
+            layout.append((value,))
+    ctx.save_for_backward(*flat)
+    return layout
+
+
+def _restore(layout: list[Any], flat: list[torch.Tensor]) -> list[Any]:
+    """The values that `_flatten` took apart."""
+    saved: list[Any] = []
+    for item in layout:
+        if item is None:
+            saved.append(flat.pop(0))
+        elif isinstance(item, _Template):
+            saved.append(item.rebuild(flat))
+        else:
+            saved.append(item[0])
+    return saved
 
 
 class _Template:
@@ -343,24 +370,16 @@ class _Template:
 
 def _backward(ctx: Any, flat: list[torch.Tensor], dys: Sequence[Any]) -> tuple[Any, ...]:
     runner: SegmentRunner = ctx.runner
-    call, layout, outs = ctx.call, ctx.layout, ctx.outs
+    call, outs = ctx.call, ctx.outs
     segment = runner.segment
-    saved: list[Any] = []
-    for item in layout:
-        if item is None:
-            saved.append(flat.pop(0))
-        elif isinstance(item, _Template):
-            saved.append(item.rebuild(flat))
-        else:
-            saved.append(item[0])
-    given = tuple(full and dy is not None for full, dy in zip(segment.full, dys, strict=True))
+    saved = flat if ctx.layout is None else _restore(ctx.layout, flat)
+    given = tuple([full and dy is not None for full, dy in zip(segment.full, dys, strict=True)])
     if not any(given):
         return (None,) * len(segment.leaves)
     assert segment.derive is not None
     made = segment.derive(given)
-    if (
-        made is None
-    ):  # it would need values that were not saved: run the full backward on explicit zeros
+    if made is None:
+        # It would need values that were not saved: run the full backward on explicit zeros.
         made = segment.derive(segment.full)
         dys = [
             _zeros(*spec) if dy is None and full else dy
@@ -426,22 +445,18 @@ class PlanRunner:
             u.is_grad and u.amax is not None for r in ours for u in r.segment.states
         )
         self.state_slots = [
-            (resolve(u.path), u.operand.partition("#")[0]) for r in ours for u in r.segment.states
+            (resolve(u.path), u.operand.partition("#")[0], u.config.amax_history_len)
+            for r in ours
+            for u in r.segment.states
+            if not u.is_grad
         ]
 
-    def states(self, op: nn.Module) -> list[DelayedState]:
+    def states(self, op: nn.Module, device: torch.device) -> list[DelayedState]:
         """The delayed-scaling states that forward reads (created where missing)."""
-        found = []
-        for segment in self.plan.segments:
-            for use in segment.states:
-                if not use.is_grad:
-                    module = op if use.path == "" else op.get_submodule(use.path)
-                    found.append(
-                        make_state(
-                            module, use.operand.partition("#")[0], use.config.amax_history_len
-                        )
-                    )
-        return found
+        return [
+            make_state(op if module is None else module, operand, length, device)
+            for module, operand, length in self.state_slots
+        ]
 
     def __call__(self, call: Call, xs: Sequence[Any], grad: bool) -> Any:
         """Run all segments on these inputs and return the plan's results."""
@@ -450,8 +465,11 @@ class PlanRunner:
         for segment, runner, dead in zip(plan.segments, self.runners, plan.dead, strict=True):
             if isinstance(runner, SegmentRunner):
                 runner.run(call, env, grad)
-            else:
+            elif call.autocast is None:
                 _call_module(segment, runner, env)
+            else:
+                with torch.autocast(*call.autocast):
+                    _call_module(segment, runner, env)
             for slot in dead:
                 env[slot] = None
         results = tuple(_result(env[r.slot], r) for r in plan.results)

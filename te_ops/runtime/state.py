@@ -147,14 +147,19 @@ def state_of(op: nn.Module, operand: str) -> DelayedState | None:
     return found if isinstance(found, DelayedState) else None
 
 
-def make_state(op: nn.Module, operand: str, length: int) -> DelayedState:
-    """The op's state for an operand, created on the op's device if it has none."""
+def make_state(
+    op: nn.Module, operand: str, length: int, device: torch.device | None = None
+) -> DelayedState:
+    """The op's state for an operand, created if it has none: on `device`, else where the op's own tensors are.
+
+    An op without tensors of its own may have a state elsewhere, from a checkpoint, say: then it moves.
+    """
     found = state_of(op, operand)
     if found is not None:
-        return found
-    device = next(
-        (t.device for t in (*op.parameters(recurse=False), *op.buffers(recurse=False))), None
-    )
+        return found if device is None or found.scale.device == device else found.to(device)
+    if device is None:
+        own = (*op.parameters(recurse=False), *op.buffers(recurse=False))
+        device = next((t.device for t in own), None)
     tree = op._modules.get("quantizer")
     if tree is None:
         tree = nn.Module()

@@ -82,6 +82,7 @@ def check_kernel(
     """
     kernel = _kernel(name)
     where = torch.device(device) if device is not None else _device(kernel)
+    REGISTRY.prepare(where.type)  # not while the probe stands in for the kernel
     probe = Probe(kernel, factor=factor)
     options = (
         rows,

@@ -141,6 +141,28 @@ def test_stochastic_rounding_quantizes_dy_once() -> None:
     assert written(made, "backward") == [("", BOTH)]
 
 
+@pytest.mark.parametrize("between", [te.Identity, te.Cut])
+def test_every_stochastic_quantize_has_a_seed_of_its_own(
+    between: type[te.Op], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In deep pipelines too, and across segments, which share the seed of the call."""
+    seeds: list[int] = []
+    records = te.NVFP4Quantizer.records
+
+    def spy(self: te.NVFP4Quantizer, x: Tensor, **options: Any) -> Any:
+        if self.stochastic:
+            seeds.append(int(options["seed"]))
+        return records(self, x, **options)
+
+    monkeypatch.setattr(te.NVFP4Quantizer, "records", spy)
+    depth = 40
+    model = te.Sequential(*(m for _ in range(depth) for m in (te.Linear(16, 16), between())))
+    with te.autocast(recipe=te.recipe.NVFP4BlockScaling()):
+        y = model(torch.randn(16, 16))
+    y.sum().backward()
+    assert len(seeds) == len(set(seeds)) == depth
+
+
 def test_row_and_column_may_have_different_quantizers() -> None:
     hybrid = te.HybridQuantizer(te.MXFP8Quantizer(), te.Float8BlockQuantizer())
     recipe = te.recipe.CustomRecipe(

@@ -445,7 +445,9 @@ def test_a_pass_in_slot_parallel_may_insert_start_and_wait() -> None:
             y.sum().backward()
     finally:
         passes.remove("parallel", added)
-    torch.testing.assert_close(y.detach(), want.detach())  # twice the rows: a GEMM may sum otherwise
+    torch.testing.assert_close(
+        y.detach(), want.detach()
+    )  # twice the rows: a GEMM may sum otherwise
     assert [n for n in order if n.startswith("test_")] == [
         "test_gather_start", "test_gather_wait", "test_gather_wait", "test_scatter",
     ]  # fmt: skip

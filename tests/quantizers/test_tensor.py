@@ -315,3 +315,16 @@ def test_col_only_hybrid_dequantizes_its_own_format():
     assert torch.equal(
         q.dequantize(), quantize(x, NVFP4Quantizer(), rowwise=False, columnwise=True).dequantize()
     )
+
+
+@pytest.mark.parametrize(
+    ("x", "quantizer", "extra", "match"),
+    [
+        ([1.0, 2.0], MXFP8Quantizer(), {}, "takes a tensor"),
+        (torch.ones(16, 16), NVFP4Quantizer(stochastic_rounding=True), {"seed": 3}, "seed"),
+        (torch.ones(16, 16), Float8Quantizer(), {"state": 2.0}, "state"),
+    ],
+)
+def test_quantize_refuses_what_is_no_tensor(x, quantizer, extra, match):
+    with pytest.raises(RecipeError, match=match):
+        quantize(x, quantizer, **extra)

@@ -89,6 +89,8 @@ def test_callables_do_not_go_into_a_dict() -> None:
         lambda: te.recipe.DelayedScaling(amax_history_len=0),
         lambda: te.recipe.DelayedScaling(amax_history_len=1.5),  # type: ignore[arg-type]
         lambda: te.recipe.DelayedScaling(margin=0.5),  # type: ignore[arg-type]
+        lambda: te.recipe.DelayedScaling(margin=5000),
+        lambda: te.recipe.DelayedScaling(scaling_factor_compute_algo="x"),  # type: ignore[arg-type]
         lambda: te.recipe.DelayedScaling(amax_compute_algo="mean"),
         lambda: te.recipe.DelayedScaling(fp8_format="E4M3"),  # type: ignore[arg-type]
         lambda: te.recipe.DelayedScaling(backward_override="dequantized"),
@@ -102,6 +104,8 @@ def test_callables_do_not_go_into_a_dict() -> None:
         lambda: te.recipe.CustomRecipe(),
         lambda: te.recipe.CustomRecipe(qfactory=3),  # type: ignore[arg-type]
         lambda: PerLayer(layers={"a": 3}),  # type: ignore[dict-item]
+        lambda: PerLayer(layers=[1]),  # type: ignore[arg-type]
+        lambda: PerLayer(layers=3),  # type: ignore[arg-type]
         lambda: PerLayer(backward_override="dequantized"),
     ],
 )

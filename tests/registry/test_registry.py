@@ -291,3 +291,25 @@ def test_plugins_load_and_fail_softly(monkeypatch: pytest.MonkeyPatch) -> None:
         "bad": "ZeroDivisionError: division by zero",
         "late": None,
     }
+
+
+def test_kernels_wait_for_their_device_and_outlive_a_temporary() -> None:
+    registry = Registry()
+    mine = Kernel("gemm", "late.gemm", lambda call: lambda *xs: xs[0])
+    loads: list[str] = []
+
+    def load() -> None:
+        loads.append("cuda")
+        registry.add(mine)
+
+    registry.when("cuda", load)
+    registry.prepare("cpu")
+    assert registry.kernels("gemm") == []
+    with registry.temporary():
+        registry.prepare("cuda")
+    assert registry.kernels("gemm") == [mine]
+    registry.prepare("cuda")
+    assert loads == ["cuda"]
+    with registry.without("late."):
+        assert registry.kernels("gemm") == []
+    assert registry.find("late.gemm") is mine

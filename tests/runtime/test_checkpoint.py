@@ -238,3 +238,34 @@ def test_our_checkpoint_inside_torch_checkpoint() -> None:
     want = train(model, model, recipe, "outside")
     for a, b in zip(want, train(other, nested, recipe, "outside"), strict=True):
         assert_same(a, b)
+
+
+def test_one_op_under_two_recipes_before_its_backward_is_an_error_not_a_guess() -> None:
+    op = te.Sequential(te.Linear(32, 32))
+    x = torch.randn(8, 32, requires_grad=True)
+    with te.autocast(recipe=te.recipe.Float8CurrentScaling()):
+        first = torch.utils.checkpoint.checkpoint(op, x, use_reentrant=False)
+    with te.autocast(recipe=te.recipe.MXFP8BlockScaling()):
+        op(x)
+    with pytest.raises(te.RecipeError, match="several recipes"):
+        first.sum().backward()
+
+
+def test_validation_between_forward_and_backward_does_not_change_the_recompute() -> None:
+    op = te.Sequential(te.Linear(32, 32), te.GELU(), te.Linear(32, 32))
+    x = torch.randn(8, 32, requires_grad=True)
+    recipe = te.recipe.Float8CurrentScaling()
+    with te.autocast(recipe=recipe):
+        y = op(x)
+    (expected,) = torch.autograd.grad(y.square().sum(), x)
+    for _ in range(2):
+        with te.autocast(recipe=recipe):
+            y = torch.utils.checkpoint.checkpoint(op, x, use_reentrant=False)
+        with torch.no_grad():
+            op(x)
+        (actual,) = torch.autograd.grad(y.square().sum(), x)
+        assert torch.equal(actual, expected)
+        with torch.no_grad():
+            op(x)
+    with te.autocast(recipe=te.recipe.MXFP8BlockScaling()):  # another recipe after the backward
+        torch.utils.checkpoint.checkpoint(op, x, use_reentrant=False).sum().backward()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import te_ops as te
+from tests.runtime.cases import RECIPES
 
 X = torch.linspace(-1.0, 1.0, 32 * 32).reshape(32, 32)
 
@@ -118,3 +119,43 @@ def test_a_quantized_weight_of_the_forward_serves_its_backward() -> None:
     z.sum().backward()
     assert a.grad is not None
     assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_quantized_parameters(name: str, columnwise: bool, autocast: bool) -> None:
+    """A weight may be held in 8 bits: it is read as its values, whatever the recipe makes of them."""
+    held = te.quantize(torch.randn(32, 32), te.MXFP8Quantizer(), columnwise=columnwise)
+    gain = te.quantize(torch.randn(32), te.Float8CurrentScalingQuantizer())
+    ours = te.Sequential(te.RMSNorm(32), te.Linear(32, 32), te.GELU())
+    dense = copy.deepcopy(ours)
+    for model, weights in ((ours, (gain, held)), (dense, (gain.dequantize(), held.dequantize()))):
+        for op, weight in zip(model[:2], weights, strict=True):
+            op.weight = nn.Parameter(weight, requires_grad=False)
+    x = torch.randn(32, 32, requires_grad=True)
+    recipe = RECIPES[name]
+    results = []
+    for model in (ours, dense):
+        torch.manual_seed(0)
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+            te.autocast(recipe is not None, recipe=recipe),
+        ):
+            y = model(x)
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), (x, model[1].bias))))
+    for got, expected in zip(*results, strict=True):
+        # Bytes in the recipe's own format are not rounded again, which a dense copy is (to other bits, if at all).
+        torch.testing.assert_close(
+            got, expected, rtol=0.02, atol=0.02 * float(expected.detach().abs().max())
+        )
+
+
+def test_a_parameter_in_another_format_is_another_plan() -> None:
+    op, x = te.Linear(32, 32, bias=False), torch.randn(4, 32)
+    for quantizer in (None, te.MXFP8Quantizer(), te.Float8CurrentScalingQuantizer(), None):
+        dense = torch.randn(32, 32)
+        weight = dense if quantizer is None else te.quantize(dense, quantizer)
+        op.weight = nn.Parameter(weight, requires_grad=False)
+        values = dense if quantizer is None else te.quantize(dense, quantizer).dequantize()
+        torch.testing.assert_close(op(x), x @ values.t())
