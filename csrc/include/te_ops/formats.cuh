@@ -175,13 +175,6 @@ struct e4m3 {
     return software_fp8<3, 7>(low, 448.0f) | (software_fp8<3, 7>(high, 448.0f) << 8);
 #endif
   }
-  static TE_DEVICE float decode(u32 code) {
-    const u32 magnitude = code & 0x7fu, sign = (code & 0x80u) << 24;
-    if (magnitude == 0x7fu) return float_of(0x7fc00000u);
-    const float subnormal = mul((float)magnitude, 0.001953125f);
-    const u32 normal = (magnitude << 20) + (120u << 23);
-    return float_of(sign | (magnitude < 8u ? bits_of(subnormal) : normal));
-  }
 };
 
 struct e5m2 {
@@ -193,7 +186,6 @@ struct e5m2 {
     return software_fp8<2, 15>(low, 57344.0f) | (software_fp8<2, 15>(high, 57344.0f) << 8);
 #endif
   }
-  static TE_DEVICE float decode(u32 code) { return widen_f16((u16)(code << 8)); }
 };
 
 // Eight values times a scale as FP8 codes: the multiplication rounds, then the conversion does.

@@ -88,21 +88,4 @@ TE_DEVICE int thread() { return threadIdx.x; }
 TE_DEVICE i64 block() { return blockIdx.x; }
 TE_DEVICE i64 blocks() { return gridDim.x; }
 
-#if __CUDA_ARCH__ >= 900
-// Thread block clusters: the rank in the cluster, a store into another block's shared memory, a barrier.
-TE_DEVICE u32 cluster_rank() {
-  u32 rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-TE_DEVICE void cluster_store(float* shared, u32 rank, float x) {
-  u32 local = (u32)__cvta_generic_to_shared(shared), remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(x) : "memory");
-}
-TE_DEVICE void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-#endif
-
 }  // namespace te

@@ -1,4 +1,5 @@
-"""The reference backend on a CUDA device: the CPU's bytes and numbers, no synchronisation, no growth."""
+"""Plans on a CUDA device, by the references alone and with all kernels: the CPU's numbers, no synchronisation, no
+growth."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 
 import te_ops as te
+from te_ops.registry import REGISTRY
 from te_ops.testing import assert_close, cases
+from tests.gpu.sync import synchronising_is_an_error
 
 RECIPES = {
     "none": None,
@@ -18,6 +21,16 @@ RECIPES = {
     "mxfp8": te.recipe.MXFP8BlockScaling(),
     "nvfp4": te.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
+
+
+@pytest.fixture(params=["reference", "all"], autouse=True)
+def kernels(request: pytest.FixtureRequest):
+    """The references alone, or every kernel that takes a step."""
+    if request.param == "all":
+        yield
+        return
+    with REGISTRY.without("cublas.", "cuda."):
+        yield
 
 
 def block(dtype: torch.dtype) -> te.Sequential:
@@ -99,11 +112,8 @@ def test_a_replayed_step_does_not_synchronise(name) -> None:
 
     run()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode(2)  # any synchronising call is an error
-    try:
+    with synchronising_is_an_error():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode(0)
 
 
 @pytest.mark.parametrize("name", RECIPES)

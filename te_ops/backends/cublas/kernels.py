@@ -1,0 +1,95 @@
+"""The kernels of this backend: which pairs of operand formats the library multiplies, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from te_ops.backends.cublas.dense import bind_dense, refuse_dense
+from te_ops.backends.cublas.emulated import bind_emulated, refuse_emulated
+from te_ops.backends.cublas.problem import Problem, problem_of
+from te_ops.backends.cublas.scaled import bind_blocks, bind_tensorwise, refuse_blocks, refuse_scaled
+from te_ops.graph import Spec
+from te_ops.registry import REGISTRY, ArchRange, Call, Kernel, Launch
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How one pair of formats is multiplied, on which devices."""
+
+    arch: ArchRange
+    refuse: Callable[[Problem], str | None]
+    bind: Callable[[Problem], Launch]
+
+
+# Later devices have tensor cores for other block formats, and none for these.
+_BLOCKS = _Family(ArchRange("sm_90"), refuse_blocks, bind_blocks)
+_FAMILIES: dict[tuple[str, str], _Family] = {
+    ("dense", "dense"): _Family(ArchRange("cuda"), refuse_dense, bind_dense),
+    ("tensor", "tensor"): _Family(ArchRange("sm_89+"), refuse_scaled, bind_tensorwise),
+    ("1x128", "128x128"): _BLOCKS,
+    ("128x128", "1x128"): _BLOCKS,
+    ("1x128", "1x128"): _BLOCKS,
+}
+_EMULATED = _Family(ArchRange("sm_80+"), refuse_emulated, bind_emulated)
+
+
+def _scaling(spec: Spec) -> str:
+    """The scaling of an operand as `_FAMILIES` names it, else what its format is called."""
+    if spec.kind.name != "record":
+        return spec.kind.name
+    quantizer = spec.kind.quantizer.of_usage(spec.kind.usage)
+    if quantizer.name in ("float8_delayed", "float8_current"):
+        return "tensor"
+    if quantizer.name == "float8_block":
+        return "1x128" if quantizer.block_scaling_dim == 1 else "128x128"
+    return str(quantizer.describe())
+
+
+def _native(problem: Problem) -> _Family | str:
+    """The family that multiplies the operands as they are, or why there is none."""
+    pair = (_scaling(problem.a), _scaling(problem.b))
+    return _FAMILIES.get(pair) or f"the library is given no {pair[0]} x {pair[1]} product"
+
+
+def _emulated(_: Problem) -> _Family | str:
+    return _EMULATED
+
+
+def _kernel(
+    runs: str, name: str, family_of: Callable[[Problem], _Family | str], priority: int
+) -> Kernel:
+    def refuse(call: Call) -> str | None:
+        problem = problem_of(call)
+        family = problem if isinstance(problem, str) else family_of(problem)
+        if isinstance(problem, str) or isinstance(family, str):
+            return str(family)
+        return family.arch.refuse(call.arch) or family.refuse(problem)
+
+    def bind(call: Call) -> Launch:
+        problem = problem_of(call)
+        assert isinstance(problem, Problem)
+        family = family_of(problem)
+        assert isinstance(family, _Family)
+        return _in_order(family.bind(problem), problem.places)
+
+    return Kernel(runs, name, bind, ArchRange("cuda"), priority, refuse=refuse)
+
+
+def _in_order(launch: Launch, places: tuple[int, ...]) -> Launch:
+    """The launch over the values that the call reads, each of which comes once."""
+    if places == tuple(range(len(places))):
+        return launch
+    return lambda *reads: launch(*(reads[i] for i in places))
+
+
+KERNELS: tuple[Kernel, ...] = (
+    _kernel("gemm", "cublas.gemm", _native, 10),
+    _kernel("gemm_epilogue", "cublas.gemm_epilogue", _native, 10),
+    _kernel("gemm", "cublas.emulated", _emulated, 5),
+)
+
+
+def register() -> None:
+    """Add the kernels; safe to call again."""
+    REGISTRY.add(*KERNELS, replace=True)

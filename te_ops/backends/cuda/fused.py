@@ -1,0 +1,283 @@
+"""Fused groups: norm_quantize, pointwise_quantize, pointwise_reduce."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from te_ops.backends.cuda import launch
+from te_ops.backends.cuda.norm import centered, norm_kernel, slot
+from te_ops.backends.cuda.norm import refuse_affine as refuse_norm
+from te_ops.backends.cuda.pointwise import FAST, output_shape
+from te_ops.backends.cuda.quantize import (
+    Results,
+    Wanted,
+    make_run,
+    refuse_quantizer,
+    refuse_state,
+    wanted_of,
+)
+from te_ops.backends.cuda.reduce import column_sum, row_sum, whole_sum
+from te_ops.backends.cuda.source import (
+    CTYPES,
+    INCLUDE,
+    Source,
+    flag,
+    plain,
+    pointwise_source,
+    prepare,
+    refuse_pointwise,
+)
+from te_ops.errors import PlanError
+from te_ops.graph import Node, Value
+from te_ops.pointwise import Fn, compose, merge_inputs
+from te_ops.registry import Call, Launch
+
+# -- chains of pointwise nodes as one function
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A composed function over values of the graph; why = None if it could be composed."""
+
+    fn: Fn
+    values: tuple[Value, ...]
+    kinds: tuple[str, ...]
+    interleave: int | None
+    dtype: torch.dtype
+
+
+def compose_chain(call: Call, nodes: Sequence[Node]) -> Chain | str:
+    """The nodes, each reading the one before it, as one function in FP32; or why not."""
+    first = nodes[0]
+    fn, values, kinds = first.fn, list(first.inputs), list(first.broadcast)
+    interleaves = {
+        node.interleave for node in nodes if "pair" in node.fn.inputs or len(node.fn.out) == 2
+    }
+    if len(interleaves) > 1:
+        return f"the chain mixes interleaves {interleaves}"
+    for before, node in pairwise(nodes):
+        if before.out in call.writes:
+            return f"{before.fn.name} inside the chain is read elsewhere"
+        places = [i for i, v in enumerate(node.inputs) if v == before.out]
+        if any(node.broadcast[i] != "full" for i in places):
+            return f"{node.fn.name} broadcasts the output of {before.fn.name}"
+        whole, all_values, all_kinds = node.fn, list(node.inputs), list(node.broadcast)
+        for i in reversed(places):
+            try:
+                whole = compose(whole, i, fn)
+            except PlanError as error:
+                return str(error)
+            all_values[i : i + 1], all_kinds[i : i + 1] = values, kinds
+        fn, values, kinds = whole, all_values, all_kinds
+    return _merged(fn, values, kinds, next(iter(interleaves), None), nodes[-1].dtype)
+
+
+def _merged(
+    fn: Fn, values: list[Value], kinds: list[str], interleave: int | None, dtype: torch.dtype
+) -> Chain:
+    """Operands that are the same value, read the same way, once."""
+    keys = list(zip(values, kinds, fn.inputs, strict=True))
+    unique = list(dict.fromkeys(keys))
+    fn = merge_inputs(fn, [unique.index(key) for key in keys])
+    return Chain(fn, tuple(k[0] for k in unique), tuple(k[1] for k in unique), interleave, dtype)
+
+
+def _refuse_chain(call: Call, chain: Chain | str) -> str | None:
+    if isinstance(chain, str):
+        return chain
+    if "full" not in chain.kinds:
+        return "no operand has the full shape"
+    return refuse_pointwise(
+        chain.fn, [call.spec(v) for v in chain.values], chain.kinds, chain.interleave, chain.dtype
+    )
+
+
+def _source(call: Call, chain: Chain, fast: bool) -> Source:
+    return pointwise_source(
+        chain.fn, [call.spec(v) for v in chain.values], chain.kinds, chain.interleave, fast=fast
+    )
+
+
+def _rounds(call: Call, node: Node, written: bool, dtype: torch.dtype) -> torch.dtype | None:
+    """What an inner value is rounded to (rounding contract): its dtype if it is written or the rule
+    is exact, else nothing."""
+    exact = call.rule is not None and call.rule.exact
+    return dtype if written or exact or dtype is torch.float32 else None
+
+
+# -- pointwise + quantize
+
+
+def refuse_pointwise_quantize(call: Call) -> str | None:
+    """Chains that do not compose, formats without a kernel, interleaved outputs."""
+    *nodes, last = call.nodes
+    if last.inputs[0] != nodes[-1].out:
+        return "the pointwise output is not what is quantized"
+    chain = compose_chain(call, nodes)
+    reason = _refuse_chain(call, chain)
+    if reason is not None or isinstance(chain, str):
+        return reason
+    source = _source(call, chain, False)
+    if source.scattered or (source.outs == 2 and source.block != source.width):
+        return f"an interleave of {source.block} columns"
+    return refuse_state(call, last) or refuse_quantizer(
+        last.quantizer, source.width, source.outs, fused=True
+    )
+
+
+def bind_pointwise_quantize(call: Call) -> Launch:
+    """One pass: values, row and column copies, amax."""
+    *nodes, last = call.nodes
+    chain = compose_chain(call, nodes)
+    assert isinstance(chain, Chain)
+    dense = nodes[-1].out in call.writes
+    source = _source(call, chain, True)
+    rounds = _rounds(call, nodes[-1], dense, chain.dtype)
+    wanted = wanted_of(call, last, chain.dtype if dense else None, rounds)
+    run = make_run(source, last.quantizer, wanted, call.arch)
+    order = tuple(call.reads.index(v) for v in chain.values)
+    state = call.reads.index(last.inputs[1]) if last.quantizer.stateful else None
+    full = chain.kinds.index("full")
+    emit = _emitter(call, {nodes[-1].out: "dense"}, last)
+
+    def launched(*reads: torch.Tensor) -> Any:
+        xs = prepare([reads[i] for i in order], chain.kinds)
+        shape = output_shape(xs[full], source)[0]
+        return emit(
+            run(source.slots(xs), shape, xs[full].device, None if state is None else reads[state]),
+            {},
+        )
+
+    return launched
+
+
+def _emitter(call: Call, names: dict[Value, str], quantize: Node) -> Any:
+    """Results in the order of `call.writes`."""
+    names = {
+        **names,
+        **{Value(quantize.id, i): name for i, name in enumerate(("row", "col", "amax"))},
+    }
+    order = [names[v] for v in call.writes]
+
+    def emit(results: Results, more: dict[str, Any]) -> Any:
+        outs = tuple(more[name] if name in more else getattr(results, name) for name in order)
+        return outs[0] if len(outs) == 1 else outs
+
+    return emit
+
+
+# -- norm + quantize
+
+
+def refuse_norm_quantize(call: Call) -> str | None:
+    """As for the norm and the quantizer."""
+    norm, last = call.nodes
+    if last.inputs[0] != norm.out:
+        return "the normalised value is not what is quantized"
+    reason = refuse_norm(call) or refuse_state(call, last)
+    return reason or refuse_quantizer(last.quantizer, 0, 1, fused=True)
+
+
+def bind_norm_quantize(call: Call) -> Launch:
+    """Statistics, then values, row and column copies and amax."""
+    norm, last = call.nodes
+    x_spec, gamma_spec = call.spec(norm.inputs[0]), call.spec(norm.inputs[1])
+    width, dtype, center = int(x_spec.shape[-1]), x_spec.dtype, centered(norm)
+    statistics, shape_of = norm_kernel(
+        plain(dtype, width), norm, dtype, gamma_spec.dtype, call.arch
+    )
+    outs = tuple(Value(norm.id, i) for i in range(2 + center))
+    # The group's reference rounds y if any output of the norm is written, the statistics too.
+    rounds = _rounds(call, norm, any(v in call.writes for v in outs), dtype)
+    wanted = wanted_of(call, last, dtype if outs[0] in call.writes else None, rounds)
+    source = normalised_source(norm, call)
+    run = make_run(source, last.quantizer, wanted, call.arch)
+    order = tuple(call.reads.index(v) for v in norm.inputs)
+    state = call.reads.index(last.inputs[1]) if last.quantizer.stateful else None
+    emit = _emitter(call, dict(zip(outs, ("dense", "rstd", "mean"), strict=False)), last)
+
+    def launched(*reads: torch.Tensor) -> Any:
+        x, gamma, *rest = (launch.ready(reads[i]) for i in order)
+        beta = rest[0] if center else None
+        rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+        mean = torch.empty_like(rstd) if center else None
+        rows = math.prod(x.shape[:-1])
+        if rows:
+            pointers = (x, width, gamma, beta, None, None, rstd, mean)
+            statistics(x.device, -(-rows // shape_of.rows), *map(slot, pointers), rows, width)
+        slots = [*map(slot, (x, gamma, beta, rstd, mean)), width]
+        made = run(slots, tuple(x.shape), x.device, None if state is None else reads[state])
+        return emit(made, {"rstd": rstd, "mean": mean})
+
+    return launched
+
+
+def normalised_source(norm: Node, call: Call) -> Source:
+    """The output of a norm from its statistics."""
+    x, gamma = (call.spec(v) for v in norm.inputs[:2])
+    width = int(x.shape[-1])
+    flags = f"{flag(centered(norm))}, {flag(norm.zero_centered)}"
+    ctype = f"te::Normalised<{CTYPES[x.dtype]}, {CTYPES[gamma.dtype]}, {flags}>"
+    return Source(INCLUDE, ctype, 1, width, 6, lambda xs: [], width % 8 == 0)
+
+
+# -- pointwise + reduce
+
+
+def refuse_pointwise_reduce(call: Call) -> str | None:
+    """A pointwise value that is read elsewhere, a dtype, an interleave."""
+    node, reduce = call.nodes
+    if reduce.inputs[0] != node.out or node.out in call.writes:
+        return "the pointwise value is read elsewhere"
+    chain = compose_chain(call, (node,))
+    reason = _refuse_chain(call, chain)
+    if reason is not None or isinstance(chain, str):
+        return reason
+    if reduce.dtype not in CTYPES:
+        return f"writes FP32, BF16 and FP16, not {reduce.dtype}"
+    if node.dtype is not torch.float32:
+        return (
+            None if not (call.rule and call.rule.exact) else "an exact rule rounds the inner value"
+        )
+    source = _source(call, chain, False)
+    return f"an interleave of {source.block} columns" if source.scattered else None
+
+
+def bind_pointwise_reduce(call: Call) -> Launch:
+    """Sum a function of tensors without writing its values."""
+    node, reduce = call.nodes
+    chain = compose_chain(call, (node,))
+    assert isinstance(chain, Chain)
+    source = _source(call, chain, reduce.dtype in FAST)
+    order = tuple(call.reads.index(v) for v in chain.values)
+    full = chain.kinds.index("full")
+    if reduce.over == "rows":
+        total = row_sum(source, reduce.dtype, call.arch)
+
+        def run(*reads: torch.Tensor) -> torch.Tensor:
+            xs = prepare([reads[i] for i in order], chain.kinds)
+            return total(source.slots(xs), output_shape(xs[full], source)[1], xs[full].device)
+
+        return run
+    other = (column_sum if reduce.over == "cols" else whole_sum)(source, reduce.dtype, call.arch)
+
+    def run_other(*reads: torch.Tensor) -> torch.Tensor:
+        xs = prepare([reads[i] for i in order], chain.kinds)
+        return other(source.slots(xs), output_shape(xs[full], source)[0][:-1], xs[full].device)
+
+    return run_other
+
+
+__all__ = [
+    "Wanted",
+    "bind_norm_quantize",
+    "bind_pointwise_quantize",
+    "bind_pointwise_reduce",
+    "compose_chain",
+]

@@ -1,0 +1,154 @@
+"""Sums over rows, columns or everything, of a tensor or of a source, in a fixed order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from te_ops.backends.cuda import launch
+from te_ops.backends.cuda.pointwise import access
+from te_ops.backends.cuda.source import CTYPES, Source, flag, plain
+from te_ops.registry import Call, Launch
+
+THREADS = 256
+TARGET_BLOCKS = 1056
+"""Blocks that fill the largest device several times over."""
+MAX_SLICES = 256
+
+RowSum = Callable[[Sequence[int], int, torch.device], torch.Tensor]
+"""total(slots of the source, rows, device) -> [outs * width]."""
+
+
+def refuse(call: Call) -> str | None:
+    """Dtypes beyond FP32, BF16 and FP16."""
+    node = call.node
+    for dtype in (call.spec(node.inputs[0]).dtype, node.dtype):
+        if dtype not in CTYPES:
+            return f"reads and writes FP32, BF16 and FP16, not {dtype}"
+    return None
+
+
+def bind(call: Call) -> Launch:
+    """The launch of one reduce node."""
+    node = call.node
+    spec = call.spec(node.inputs[0])
+    width = int(spec.shape[-1]) if spec.shape else 1
+    source = plain(spec.dtype, width)
+    if node.over == "rows":
+        total = row_sum(source, node.dtype, call.arch)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            x = launch.ready(x)
+            return total([x.data_ptr(), width], math.prod(x.shape[:-1]), x.device)
+
+        return run
+    make = column_sum if node.over == "cols" else whole_sum
+    inner = make(source, node.dtype, call.arch)
+
+    def run_other(x: torch.Tensor) -> torch.Tensor:
+        x = launch.ready(x)
+        return inner([x.data_ptr(), width], tuple(x.shape[:-1]), x.device)
+
+    return run_other
+
+
+def row_sum(source: Source, dtype: torch.dtype, arch: str) -> RowSum:
+    """Sum over rows: slices of rows first, then the slices."""
+    head = (
+        f"#include <kernels/reduce.cuh>\n{source.head}"
+        f"struct Parameters {{ {source.ctype} source; float* partial; "
+        "te::i64 rows, width, slices; };\n"
+    )
+    body = (
+        f"te::sum_rows<{source.ctype}, {flag(source.aligned)}>"
+        "(p.source, p.partial, p.rows, p.width, p.slices);"
+    )
+    text = launch.text_of(name="sum_rows", head=head, body=body, threads=THREADS)
+    first = launch.build("sum_rows", text, arch, THREADS, source.count + 4)
+    second = _slices_kernel(dtype, arch)
+    across, total = -(-source.width // 256), source.outs * source.width
+
+    def run(slots: Sequence[int], rows: int, device: torch.device) -> torch.Tensor:
+        y = torch.empty(total, dtype=dtype, device=device)
+        if not total:
+            return y
+        slices = max(1, min(MAX_SLICES, TARGET_BLOCKS // across, -(-rows // 32)))
+        partial = torch.empty((slices, total), dtype=torch.float32, device=device)
+        first(device, across * slices, *slots, partial.data_ptr(), rows, source.width, slices)
+        second(device, -(-total // 64), partial.data_ptr(), y.data_ptr(), total, slices)
+        return y
+
+    return run
+
+
+def _slices_kernel(dtype: torch.dtype, arch: str) -> launch.Function:
+    head = (
+        "#include <kernels/reduce.cuh>\n"
+        f"struct Parameters {{ const float* partial; {CTYPES[dtype]}* y; "
+        "te::i64 width, slices; };\n"
+    )
+    body = f"te::sum_slices<{CTYPES[dtype]}>(p.partial, p.y, p.width, p.slices);"
+    text = launch.text_of(name="sum_slices", head=head, body=body, threads=THREADS)
+    return launch.build("sum_slices", text, arch, THREADS, 4)
+
+
+Total = Callable[[Sequence[int], tuple[int, ...], torch.device], torch.Tensor]
+
+
+def column_sum(source: Source, dtype: torch.dtype, arch: str) -> Total:
+    """Sum over columns: a warp a row."""
+    ctype = CTYPES[dtype]
+    head = (
+        f"#include <kernels/reduce.cuh>\n{source.head}"
+        f"struct Parameters {{ {source.ctype} source; {ctype}* y; te::i64 rows, width; }};\n"
+    )
+    body = (
+        f"te::sum_columns<{source.ctype}, {ctype}, {flag(source.aligned)}>"
+        "(p.source, p.y, p.rows, p.width);"
+    )
+    text = launch.text_of(name="sum_columns", head=head, body=body, threads=THREADS)
+    function = launch.build("sum_columns", text, arch, THREADS, source.count + 3)
+
+    def run(slots: Sequence[int], lead: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        y = torch.empty(lead, dtype=dtype, device=device)
+        rows = y.numel()
+        if rows:
+            function(device, -(-rows // 8), *slots, y.data_ptr(), rows, source.width)
+        return y
+
+    return run
+
+
+def whole_sum(source: Source, dtype: torch.dtype, arch: str) -> Total:
+    """Sum over everything: blocks first, then their sums."""
+    first = _all_kernel(source, torch.float32, arch)
+    second = _all_kernel(plain(torch.float32, 8), dtype, arch)
+    flat = source.flat
+
+    def run(slots: Sequence[int], lead: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        rows, width = math.prod(lead), source.width
+        if flat:
+            rows, width = 1, rows * width
+        chunks = rows * -(-width // 8)
+        blocks = max(1, min(TARGET_BLOCKS, -(-chunks // THREADS)))
+        partial = torch.empty(blocks, dtype=torch.float32, device=device)
+        y = torch.empty((), dtype=dtype, device=device)
+        first(device, blocks, *slots, partial.data_ptr(), rows, width)
+        second(device, 1, partial.data_ptr(), blocks, y.data_ptr(), 1, blocks)
+        return y
+
+    return run
+
+
+def _all_kernel(source: Source, dtype: torch.dtype, arch: str) -> launch.Function:
+    ctype = CTYPES[dtype]
+    head = (
+        f"#include <kernels/reduce.cuh>\n{source.head}"
+        f"struct Parameters {{ {source.ctype} source; {ctype}* y; te::i64 rows, width; }};\n"
+    )
+    flags = f"{access(source)}, {flag(source.flat)}"
+    body = f"te::sum_all<{source.ctype}, {ctype}, {flags}>(p.source, p.y, p.rows, p.width);"
+    text = launch.text_of(name="sum_all", head=head, body=body, threads=THREADS)
+    return launch.build("sum_all", text, arch, THREADS, source.count + 3)
