@@ -242,8 +242,7 @@ class Registry:
         return sorted(found, key=lambda k: -k.priority)
 
     def all(self) -> Iterable[Rule | Kernel]:
-        """Everything, for `te-ops info`."""
-        self.prepare()
+        """Everything that is registered now (`prepare` first for what waits for a device)."""
         return [*self._rules.values(), *self._kernels.values()]
 
     def find(self, name: str) -> Rule | Kernel:

@@ -23,7 +23,7 @@ from te_ops.runtime.cache import arch_of
 # What each backend needs to be importable. They are imported here and nowhere before.
 BACKENDS: dict[str, tuple[str, ...]] = {
     "reference": (),
-    "cublas": ("nvmath.bindings",),
+    "cublas": (),
     "cuda": ("cuda.bindings", "cuda.core"),
     "cutlass": ("cutlass", "quack"),
     "cudnn": ("cudnn",),
@@ -48,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
 def collect() -> dict[str, Any]:
     """Everything that the command shows, as plain data."""
     devices = _devices()
+    REGISTRY.prepare()  # also what waits for a device that is not here: the table says why
     return {
         "versions": {
             "te_ops": te_ops.__version__,

@@ -20,7 +20,7 @@ from tests.backends.cublas.library import Library
 @pytest.fixture
 def hopper(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     monkeypatch.setattr(cache, "arch_of", lambda device: "sm_90")
-    with REGISTRY.temporary(*KERNELS):
+    with REGISTRY.without("cuda."), REGISTRY.temporary(*KERNELS):
         yield library
 
 
