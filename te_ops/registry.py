@@ -210,7 +210,7 @@ class Registry:
 
     def prepare(self, device_type: str | None = None) -> None:
         """Load what waits for this device type (None: for any); cheap once it is done."""
-        if not self.waiting:
+        if not self.waiting or (device_type is not None and device_type not in self.waiting):
             return
         known = {*self._rules, *self._kernels}
         for kind in [device_type] if device_type is not None else list(self.waiting):

@@ -302,20 +302,20 @@ def _runner(
     tensors = cache.tensors(op)
     try:
         device = xs[0].device
-        signature = tuple((x.shape, x.dtype, x.device, x.requires_grad, _kind(x)) for x in xs)
+        signature = tuple([(x.shape, x.dtype, x.device, x.requires_grad, _kind(x)) for x in xs])
     except (AttributeError, IndexError):
         raise ShapeError(_bad_input(op, xs)) from None
     kind = device.type
     autocasts = kind != "meta" and torch.is_autocast_enabled(kind)
-    if REGISTRY.waiting:  # before the key is made: its version moves
-        REGISTRY.prepare(device.type)
+    if kind in REGISTRY.waiting:  # before the key is made: its version moves
+        REGISTRY.prepare(kind)
     autocast_dtype = torch.get_autocast_dtype(kind) if autocasts else None
     ids: dict[int, int] = {}
     key = (
         cache.token,
         signature,
-        tuple((t.shape, t.dtype, t.device, t.requires_grad, _format(t)) for t in tensors),
-        tuple(ids.setdefault(id(t), k) for k, t in enumerate(tensors)),
+        tuple([(t.shape, t.dtype, t.device, t.requires_grad, _format(t)) for t in tensors]),
+        tuple([ids.setdefault(id(t), k) for k, t in enumerate(tensors)]),
         (frame.key, PLACE.get()) if frame is not None else None,
         grad,
         autocast_dtype,

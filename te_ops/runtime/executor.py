@@ -122,9 +122,8 @@ class SegmentRunner:
         ):
             outs = _SegmentNode.apply(self, call, *tensors)  # type: ignore[no-untyped-call]
         elif grad:
-            with (
-                torch.no_grad()
-            ):  # nothing here carries a gradient, whatever the references do inside
+            # Nothing here carries a gradient, whatever the references do inside.
+            with torch.no_grad():
                 _, outs = self.execute(call, tensors)
         else:
             _, outs = self.execute(call, tensors)
