@@ -66,7 +66,7 @@ from te_ops.quantizers import (
     quantize,
 )
 from te_ops.recipe import Recipe, Role
-from te_ops.runtime import checkpoint, prepare
+from te_ops.runtime import checkpoint, load_file, prepare, save_file
 from te_ops.sequential import Branch, Cut, Recompute, Residual, Sequential
 
 
@@ -145,12 +145,14 @@ __all__ = [
     "autocast",
     "checkpoint",
     "graph",
+    "load_file",
     "math",
     "pointwise",
     "prepare",
     "quantize",
     "recipe",
     "registry",
+    "save_file",
     "scalar",
     "backends",
     "basic",
