@@ -3,7 +3,7 @@
     python benchmarks/gpu_kernels.py [--out FOLDER] [--only TEXT] [--skip-check] [--skip-time]
                                      [--seconds 210]
 
-Prints failures and a table; writes gpu_kernels.json to --out (default: $OUT, else the current
+Prints failures and a table; writes gpu_kernels.json to --out (default: the current
 folder). Times are medians of interleaved rounds by device events. `copy` is a copy that moves the
 same bytes, in the same rounds; `torch` the reference on the GPU.
 """
@@ -436,7 +436,7 @@ def time_host(arch: str) -> dict[str, float]:
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default=os.environ.get("OUT", "."))
+    parser.add_argument("--out", default=".")
     parser.add_argument("--only", default="")
     parser.add_argument("--skip-check", action="store_true")
     parser.add_argument("--skip-time", action="store_true")
