@@ -210,12 +210,13 @@ class Registry:
 
     def prepare(self, device_type: str | None = None) -> None:
         """Load what waits for this device type (None: for any); cheap once it is done."""
-        if not self.waiting or (device_type is not None and device_type not in self.waiting):
+        kinds = list(self.waiting) if device_type is None else [device_type]
+        loads = [load for kind in kinds for load in self.waiting.pop(kind, ())]
+        if not loads:
             return
         known = {*self._rules, *self._kernels}
-        for kind in [device_type] if device_type is not None else list(self.waiting):
-            for load in self.waiting.pop(kind, ()):
-                load()
+        for load in loads:
+            load()
         self._loaded |= {*self._rules, *self._kernels} - known
 
     def remove(self, name: str) -> None:

@@ -57,9 +57,14 @@ class StateUse:
     fp8_max: float = 448.0
 
     @property
+    def state(self) -> str:
+        """Name of the op's state: several uses of one op in a plan have operands `input`, `input#7`."""
+        return self.operand.partition("#")[0]
+
+    @property
     def slot(self) -> tuple[str, str]:
         """The buffer that holds its scale."""
-        return self.path, f"{STATE_PREFIX}.{self.operand.partition('#')[0]}.scale"
+        return self.path, f"{STATE_PREFIX}.{self.state}.scale"
 
     @property
     def is_grad(self) -> bool:

@@ -222,7 +222,8 @@ def _cache_of(op: Op) -> OpCache:
 
 def run(op: Op, xs: Sequence[Any]) -> Any:
     """`op(*xs)`: find or make the plan and replay it."""
-    recomputing = ckpt.in_backward()
+    task = torch._C._current_graph_task_id()
+    recomputing = task != -1  # a forward inside a backward pass
     frame = _frame(op, recomputing)
     grad = torch.is_grad_enabled()
     runner, autocast_dtype, device = _runner(op, xs, frame, grad)
@@ -239,8 +240,7 @@ def run(op: Op, xs: Sequence[Any]) -> Any:
         if runner.needs_seed
         else None
     )
-    task = torch._C._current_graph_task_id()
-    if task != -1 and runner.observes_gradients:
+    if recomputing and runner.observes_gradients:
         BackwardCommit.open()
     if autocast_dtype is None:
         call = Call(op, device, frame, region, seed, task, [])

@@ -27,11 +27,6 @@ class Recorded(NamedTuple):
     )
 
 
-def in_backward() -> bool:
-    """Whether this code runs inside a backward pass: then a forward is a recompute."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def record(op: Op, frame: Frame | None, states: Sequence[Any], grad: bool) -> None:
     """Remember the recipe (and the state's version) of a forward, for a recompute of it.
 

@@ -90,7 +90,7 @@ class SegmentRunner:
             return _buffer(resolve(leaf.path), leaf.name)
         module, operand, config, fp8_max = (
             resolve(leaf.path),
-            use.operand.partition("#")[0],
+            use.state,
             use.config,
             use.fp8_max,
         )
@@ -104,9 +104,7 @@ class SegmentRunner:
     def _states(
         self, observed: Sequence[tuple[StateUse, int]], resolve: Callable[[str], nn.Module | None]
     ) -> tuple[tuple[nn.Module | None, str, StateUse, int], ...]:
-        return tuple(
-            (resolve(use.path), use.operand.partition("#")[0], use, slot) for use, slot in observed
-        )
+        return tuple((resolve(use.path), use.state, use, slot) for use, slot in observed)
 
     # -- forward
 
@@ -444,7 +442,7 @@ class PlanRunner:
             u.is_grad and u.amax is not None for r in ours for u in r.segment.states
         )
         self.state_slots = [
-            (resolve(u.path), u.operand.partition("#")[0], u.config.amax_history_len)
+            (resolve(u.path), u.state, u.config.amax_history_len)
             for r in ours
             for u in r.segment.states
             if not u.is_grad

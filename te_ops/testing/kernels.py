@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from te_ops.errors import Error
 from te_ops.op import Op
 from te_ops.recipe import Recipe
 from te_ops.registry import REGISTRY, Call, Kernel
@@ -21,6 +20,7 @@ from te_ops.testing.outcome import (
     execute,
     inputs_for,
     materialize,
+    registered,
     rerowed,
     same_rows,
     typed,
@@ -80,7 +80,7 @@ def check_kernel(
         AssertionError: a result differs, with the case; or the kernel took no case, with its
         reasons.
     """
-    kernel = _kernel(name)
+    kernel = registered(name, Kernel)
     where = torch.device(device) if device is not None else _device(kernel)
     REGISTRY.prepare(where.type)  # not while the probe stands in for the kernel
     probe = Probe(kernel, factor=factor)
@@ -104,17 +104,6 @@ def check_kernel(
             )
         )
     return tuple(probe.calls)
-
-
-def _kernel(name: str) -> Kernel:
-    try:
-        found = REGISTRY.find(name)
-    except Error:
-        found = None
-    if not isinstance(found, Kernel):
-        known = ", ".join(k.name for k in REGISTRY.all() if isinstance(k, Kernel))
-        raise AssertionError(f"no kernel is named {name!r}; registered: {known}")
-    return found
 
 
 def _device(kernel: Kernel) -> torch.device:

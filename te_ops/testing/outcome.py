@@ -8,15 +8,16 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from te_ops.compiler.plan import Plan
 from te_ops.context import autocast
+from te_ops.errors import Error
 from te_ops.op import Op
 from te_ops.recipe import Recipe
-from te_ops.registry import REGISTRY, Kernel
+from te_ops.registry import REGISTRY, Kernel, Rule
 from te_ops.testing.cases import with_rows
 
 Shape = tuple[int, ...]
@@ -206,3 +207,22 @@ def longest_sum(op: Op, inputs: Sequence[torch.Tensor]) -> int:
 def float64(op: Op, inputs: Sequence[torch.Tensor]) -> tuple[Op, list[torch.Tensor]]:
     """The op and its inputs in FP64, with exactly the same numbers."""
     return typed(op, torch.float64), [x.double() if x.is_floating_point() else x for x in inputs]
+
+
+Registered = TypeVar("Registered", Rule, Kernel)
+
+
+def registered(name: str, kind: type[Registered]) -> Registered:
+    """The rule or kernel of this name.
+
+    Raises:
+        AssertionError: there is none; lists those there are.
+    """
+    try:
+        found = REGISTRY.find(name)
+    except Error:
+        found = None
+    if not isinstance(found, kind):
+        known = ", ".join(item.name for item in REGISTRY.all() if isinstance(item, kind))
+        raise AssertionError(f"no {kind.__name__.lower()} is named {name!r}; registered: {known}")
+    return found

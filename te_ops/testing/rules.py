@@ -11,7 +11,6 @@ import torch
 from te_ops.backends.reference.kernels import bind_composed
 from te_ops.compiler.plan import Plan
 from te_ops.compiler.work import Work
-from te_ops.errors import Error
 from te_ops.graph import Value
 from te_ops.op import Op
 from te_ops.recipe import Recipe
@@ -27,6 +26,7 @@ from te_ops.testing.outcome import (
     inputs_for,
     materialize,
     references_only,
+    registered,
     rerowed,
     same_rows,
     typed,
@@ -75,7 +75,7 @@ def check_rule(
         AssertionError: the rule is not registered or did not fire (with the reasons), or a value
         differs.
     """
-    rule = _rule(name)
+    rule = registered(name, Rule)
     counts = [rows] if isinstance(rows, int) else list(rows or ())
     given: Sequence[Any] = inputs or inputs_for(model, counts[0] if counts else 8)
     plan: Plan | None = None
@@ -92,17 +92,6 @@ def check_rule(
                 plan = plan or found
     assert plan is not None, "check_rule needs at least one dtype"
     return plan
-
-
-def _rule(name: str) -> Rule:
-    try:
-        found = REGISTRY.find(name)
-    except Error:
-        found = None
-    if not isinstance(found, Rule):
-        known = ", ".join(r.name for r in REGISTRY.all() if isinstance(r, Rule))
-        raise AssertionError(f"no rule is named {name!r}; registered: {known}")
-    return found
 
 
 def _counts(inputs: Sequence[torch.Tensor], rows: Sequence[int], shared: bool) -> list[int]:
