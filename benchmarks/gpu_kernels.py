@@ -115,7 +115,7 @@ def jobs(only: str) -> list[tuple[str, str]]:
     """(name, text) of every kernel that the checks and timings need."""
     texts: dict[tuple[str, str], None] = {}
 
-    def record(name: str, text: str, arch: str, threads: int, slots: int) -> Any:
+    def record(name: str, text: str, arch: str, threads: int, slots: int, **_: Any) -> Any:
         texts[name, text] = None
         return lambda *_: None
 

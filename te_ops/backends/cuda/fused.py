@@ -205,8 +205,8 @@ def bind_norm_quantize(call: Call) -> Launch:
     def launched(*reads: torch.Tensor) -> Any:
         x, gamma, *rest = (launch.ready(reads[i]) for i in order)
         beta = rest[0] if center else None
-        rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-        mean = torch.empty_like(rstd) if center else None
+        rstd = launch.empty(x.shape[:-1], torch.float32, x.device)
+        mean = launch.empty(x.shape[:-1], torch.float32, x.device) if center else None
         rows = math.prod(x.shape[:-1])
         if rows:
             pointers = (x, width, gamma, beta, None, None, rstd, mean)

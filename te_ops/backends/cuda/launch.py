@@ -9,7 +9,7 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,10 +37,15 @@ def text_of(*, name: str, body: str, threads: int, head: str = "", blocks: int =
     )
 
 
-def build(name: str, text: str, arch: str, threads: int, slots: int) -> Function:
-    """Compile, and load where there is a device: the first launch finds everything ready."""
+def build(
+    name: str, text: str, arch: str, threads: int, slots: int, *, shared: int = 0
+) -> Function:
+    """Compile, and load where there is a device: the first launch finds everything ready.
+
+    `shared`: bytes of dynamic shared memory of a block, up to what the architecture has (227 KiB on sm_90).
+    """
     code = cubin(text, arch)
-    made = Loaded(f"{KERNEL}_{name}", code, threads, struct.Struct(f"={slots}q"))
+    made = Loaded(f"{KERNEL}_{name}", code, threads, struct.Struct(f"={slots}q"), shared)
     if torch.cuda.is_available():
         made.load()
     return made
@@ -54,6 +59,7 @@ class Loaded:
     code: bytes
     threads: int
     packer: struct.Struct
+    shared: int = 0
     handle: int = 0
 
     def __post_init__(self) -> None:
@@ -69,7 +75,13 @@ class Loaded:
 
         torch.cuda.init()  # type: ignore[no-untyped-call]
         library = _checked(driver, driver.cuLibraryLoadData(self.code, [], [], 0, [], [], 0))
-        self.handle = int(_checked(driver, driver.cuLibraryGetKernel(library, self.name.encode())))
+        handle = _checked(driver, driver.cuLibraryGetKernel(library, self.name.encode()))
+        if self.shared > _PLAIN_SHARED:
+            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            for index in range(torch.cuda.device_count()):
+                device = _checked(driver, driver.cuDeviceGet(index))
+                _checked(driver, driver.cuKernelSetAttribute(most, self.shared, handle, device))
+        self.handle = int(handle)
 
     def __call__(self, device: torch.device, grid: int, *slots: int) -> None:
         """See `Function`."""
@@ -91,18 +103,39 @@ class Loaded:
         with self._lock:  # the parameters are copied during the call
             self.packer.pack_into(self._buffer, 0, *slots)
             code = _driver().cuLaunchKernel(
-                self.handle, grid, 1, 1, self.threads, 1, 1, 0, stream, self._arguments, None
+                self.handle,
+                grid,
+                1,
+                1,
+                self.threads,
+                1,
+                1,
+                self.shared,
+                stream,
+                self._arguments,
+                None,
             )
             if code == _INVALID_CONTEXT:
                 _enter(index)
                 code = _driver().cuLaunchKernel(
-                    self.handle, grid, 1, 1, self.threads, 1, 1, 0, stream, self._arguments, None
+                    self.handle,
+                    grid,
+                    1,
+                    1,
+                    self.threads,
+                    1,
+                    1,
+                    self.shared,
+                    stream,
+                    self._arguments,
+                    None,
                 )
         if code:
             raise PlanError(f"{self.name}: the launch fails with {error_text(code)}")
 
 
 _INVALID_CONTEXT = 201
+_PLAIN_SHARED = 48 * 1024  # bytes that a block may have without asking
 
 
 def _checked(driver: Any, result: tuple[Any, ...]) -> Any:
@@ -160,6 +193,11 @@ def zero_word(x: torch.Tensor) -> None:
         code = _driver().cuMemsetD32Async(x.data_ptr(), 0, 1, stream)
     if code:
         raise PlanError(f"clearing a word fails with {error_text(code)}")
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that a kernel writes: every launch takes it from here."""
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def ready(x: torch.Tensor) -> torch.Tensor:

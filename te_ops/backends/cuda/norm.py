@@ -99,9 +99,9 @@ def bind(call: Call) -> Launch:
         x, gamma, *rest = (launch.ready(reads[i]) for i in order)
         if center:
             rest = [same_dtype(rest[0], gamma)]
-        y = torch.empty(x.shape, dtype=dtype, device=x.device) if 0 in picks else None
-        rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-        mean = torch.empty_like(rstd) if center else None
+        y = launch.empty(x.shape, dtype, x.device) if 0 in picks else None
+        rstd = launch.empty(x.shape[:-1], torch.float32, x.device)
+        mean = launch.empty(x.shape[:-1], torch.float32, x.device) if center else None
         rows = math.prod(x.shape[:-1])
         if rows:
             pointers = (x, width, gamma, rest[0] if center else None, None, y, rstd, mean)
@@ -160,7 +160,7 @@ def backward_launch(call: Call, node: Node, order: tuple[int, ...], other: int |
 
     def run(*reads: torch.Tensor) -> torch.Tensor:
         dy, x, gamma, rstd, *rest = (launch.ready(reads[i]) for i in order)
-        dx = torch.empty(x.shape, dtype=dtype, device=x.device)
+        dx = launch.empty(x.shape, dtype, x.device)
         added = None if other is None else launch.ready(reads[other])
         rows = math.prod(x.shape[:-1])
         if rows:

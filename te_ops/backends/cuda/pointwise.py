@@ -73,7 +73,7 @@ def elementwise_launch(
         xs = prepare([reads[i] for i in order], broadcast)
         x = xs[full]
         shape, rows, width = output_shape(x, source)
-        y = torch.empty(shape, dtype=dtype, device=x.device)
+        y = launch.empty(shape, dtype, x.device)
         if y.numel() == 0:
             return y
         if flat:

@@ -173,7 +173,7 @@ def _per_tensor(
     ) -> Results:
         lead = shape[:-1]
         rows, total = math.prod(lead), (shape[-1] if shape else 1)
-        numbers = torch.empty(8, dtype=torch.float32, device=device)
+        numbers = launch.empty((8,), torch.float32, device)
         amax, scale_inv = numbers[0], numbers[4]  # cuBLASLt wants a scale on 16 bytes
         if current or wanted.amax:
             launch.zero_word(amax)
@@ -182,9 +182,9 @@ def _per_tensor(
             amax_kernel(device, slots[0], rows * total, amax)
         if tile is None:
             return Results(None, None, amax, None)
-        row = torch.empty(shape, dtype=fp8, device=device) if wanted.row else None
-        col = torch.empty((*shape[-1:], *lead), dtype=fp8, device=device) if wanted.col else None
-        dense = torch.empty(shape, dtype=wanted.dense, device=device) if wanted.dense else None
+        row = launch.empty(shape, fp8, device) if wanted.row else None
+        col = launch.empty((*shape[-1:], *lead), fp8, device) if wanted.col else None
+        dense = launch.empty(shape, wanted.dense, device) if wanted.dense else None
         tiles = -(-rows // (16 * groups)) * -(-width // 128)
         used = amax if current else scale
         assert used is not None
@@ -260,7 +260,7 @@ def bind_amax(call: Call) -> Launch:
 
     def run(x: torch.Tensor) -> torch.Tensor:
         x = launch.ready(x)
-        out = torch.empty((), dtype=torch.float32, device=x.device)
+        out = launch.empty((), torch.float32, x.device)
         launch.zero_word(out)
         kernel(x.device, x.data_ptr(), x.numel(), out)
         return out
@@ -285,8 +285,8 @@ def _blocked(
     ) -> Record:
         (size, dtype), (scales, scale_dtype) = quantizer.layout(shape, usage)
         if data is None:
-            data = torch.empty(size, dtype=dtype, device=device)
-        scale_inv = torch.empty(scales, dtype=scale_dtype, device=device)
+            data = launch.empty(size, dtype, device)
+        scale_inv = launch.empty(scales, scale_dtype, device)
         return Record(data, scale_inv, None, quantizer, usage, shape, kept)
 
     def run(
@@ -295,10 +295,10 @@ def _blocked(
         row = make(shape, Usage.ROW, device, None) if wanted.row else None
         same = row.data if row is not None and shared else None
         col = make(shape, Usage.COL, device, same) if wanted.col else None
-        dense = torch.empty(shape, dtype=wanted.dense, device=device) if wanted.dense else None
+        dense = launch.empty(shape, wanted.dense, device) if wanted.dense else None
         amax = None
         if wanted.amax:
-            amax = torch.empty((), dtype=torch.float32, device=device)
+            amax = launch.empty((), torch.float32, device)
             launch.zero_word(amax)
         rows = math.prod(shape[:-1])
         tiles = -(-rows // _rows(quantizer)) * -(-width // 128) * outs

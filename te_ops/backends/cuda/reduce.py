@@ -71,11 +71,11 @@ def row_sum(source: Source, dtype: torch.dtype, arch: str) -> RowSum:
     across, total = -(-source.width // 256), source.outs * source.width
 
     def run(slots: Sequence[int], rows: int, device: torch.device) -> torch.Tensor:
-        y = torch.empty(total, dtype=dtype, device=device)
+        y = launch.empty((total,), dtype, device)
         if not total:
             return y
         slices = max(1, min(MAX_SLICES, TARGET_BLOCKS // across, -(-rows // 32)))
-        partial = torch.empty((slices, total), dtype=torch.float32, device=device)
+        partial = launch.empty((slices, total), torch.float32, device)
         first(device, across * slices, *slots, partial.data_ptr(), rows, source.width, slices)
         second(device, -(-total // 64), partial.data_ptr(), y.data_ptr(), total, slices)
         return y
@@ -112,7 +112,7 @@ def column_sum(source: Source, dtype: torch.dtype, arch: str) -> Total:
     function = launch.build("sum_columns", text, arch, THREADS, source.count + 3)
 
     def run(slots: Sequence[int], lead: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        y = torch.empty(lead, dtype=dtype, device=device)
+        y = launch.empty(lead, dtype, device)
         rows = y.numel()
         if rows:
             function(device, -(-rows // 8), *slots, y.data_ptr(), rows, source.width)
@@ -133,8 +133,8 @@ def whole_sum(source: Source, dtype: torch.dtype, arch: str) -> Total:
             rows, width = 1, rows * width
         chunks = rows * -(-width // 8)
         blocks = max(1, min(TARGET_BLOCKS, -(-chunks // THREADS)))
-        partial = torch.empty(blocks, dtype=torch.float32, device=device)
-        y = torch.empty((), dtype=dtype, device=device)
+        partial = launch.empty((blocks,), torch.float32, device)
+        y = launch.empty((), dtype, device)
         first(device, blocks, *slots, partial.data_ptr(), rows, width)
         second(device, 1, partial.data_ptr(), blocks, y.data_ptr(), 1, blocks)
         return y

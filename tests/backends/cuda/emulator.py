@@ -61,7 +61,9 @@ def shared_library(name: str, text: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def build(name: str, text: str, arch: str, threads: int, slots: int) -> launch.Function:
+def build(
+    name: str, text: str, arch: str, threads: int, slots: int, *, shared: int = 0
+) -> launch.Function:
     """In place of `launch.build`."""
     run = shared_library(name, text).te_host_run
     run.argtypes = [ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p]

@@ -74,7 +74,7 @@ def texts() -> dict[str, str]:
     found: dict[str, str] = {}
     saved = launch.build
 
-    def record(name: str, text: str, arch: str, threads: int, slots: int) -> Any:
+    def record(name: str, text: str, arch: str, threads: int, slots: int, **_: Any) -> Any:
         found[f"{name}-{len(found)}"] = text
         return lambda *_: None
 
