@@ -9,14 +9,14 @@ import contextlib
 import importlib.metadata
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from te_ops.errors import PlanError
-from te_ops.graph import Node, Spec, Value
+from te_ops.graph import Graph, Node, Spec, Value
 
 Launch = Callable[..., Any]
 """`launch(*reads) -> one result or a tuple`, in the order of `Call.reads` and `Call.writes`."""
@@ -36,7 +36,9 @@ class Rule:
     """Which chain of primitives may become one kernel.
 
     `stage="joint"` rules are rewrites before differentiation and carry `rewrite`; `"phase"` rules only group nodes.
-    `together` groups nodes of the chain's kinds that share an input. `exact` rounds inner values that are not
+    `together` groups nodes of the chain's kinds that share an input or, with `key`, those for which it gives the same
+    answer (None: none of them), which need not share anything. Nodes of the kinds in `follow` come along when they
+    read a result of one of the grouped, which may then be a single node. `exact` rounds inner values that are not
     written; without it they stay FP32. Operands of prims named in `commutes` are shown chain operand first.
     """
 
@@ -46,6 +48,8 @@ class Rule:
     together: bool = False
     exact: bool = False
     commutes: tuple[str, ...] = ()
+    follow: tuple[str, ...] = ()
+    key: Callable[[Graph, Node], Hashable | None] | None = None
     rewrite: Callable[..., Any] | None = None
     elements: tuple[Element, ...] = field(init=False, compare=False)
 
@@ -54,6 +58,8 @@ class Rule:
             raise PlanError(f"rule {self.name}: the chain {self.chain} has no required primitive")
         if (self.rewrite is not None) != (self.stage == "joint"):
             raise PlanError(f"rule {self.name}: joint rules need rewrite=, phase rules take none")
+        if (self.follow or self.key is not None) and not self.together:
+            raise PlanError(f"rule {self.name}: follow= and key= are for rules with together=True")
         made = tuple(
             Element(frozenset(c.rstrip("?*").split("|")), c.endswith(("?", "*")), c.endswith("*"))
             for c in self.chain
@@ -158,7 +164,11 @@ def _accept(_: Call) -> str | None:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Runs a primitive or a rule (`runs`). `refuse(call)` says why not, `bind(call)` prepares a launch once."""
+    """Runs a primitive or a rule (`runs`). `refuse(call)` says why not, `bind(call)` prepares a launch once.
+
+    `recorded`: its launches report every device operation that is no torch call to the recorder of
+    `te_ops.runtime.tape`, so that a plan may issue them again without running the launch.
+    """
 
     runs: str
     name: str
@@ -168,6 +178,7 @@ class Kernel:
     layouts: OperandLayouts = OperandLayouts()
     refuse: Callable[[Call], str | None] = field(default=_accept, compare=False)
     available: Callable[[], str | None] = field(default=lambda: None, compare=False)
+    recorded: bool = False
 
     def reason(self, call: Call) -> str | None:
         """None if the kernel takes the call."""
@@ -185,6 +196,8 @@ class Registry:
         self._hidden: tuple[str, ...] = ()
         self.waiting: dict[str, list[Callable[[], None]]] = {}
         self._loaded: set[str] = set()  # by `prepare`: they outlive a `temporary`
+        self._later: list[tuple[tuple[Rule | Kernel, ...], bool]] = []
+        self._releases: dict[str, Callable[[], Any]] = {}
 
     def add(self, *made: Rule | Kernel, replace: bool = False) -> None:
         """Register rules and kernels.
@@ -200,6 +213,26 @@ class Registry:
         for item in made:
             self._table(item)[item.name] = item
             self.version += 1
+
+    def later(self, *made: Rule | Kernel, replace: bool = False) -> None:
+        """Register these at the next step boundary (`te.step()`), so that no kernel changes within a step."""
+        self._later.append((made, replace))
+
+    def boundary(self) -> int:
+        """Register what waits for a step boundary; returns how many rules and kernels that were."""
+        waiting, self._later = self._later, []
+        for made, replace in waiting:
+            self.add(*made, replace=replace)
+        return sum(len(made) for made, _ in waiting)
+
+    def on_release(self, name: str, release: Callable[[], Any]) -> None:
+        """Call `release` when users free workspaces; a second one of the same name takes the first one's place."""
+        self._releases[name] = release
+
+    def release(self) -> None:
+        """Let every backend give back the memory that it keeps between calls."""
+        for release in list(self._releases.values()):
+            release()
 
     def _table(self, item: Rule | Kernel) -> dict[str, Any]:
         return self._rules if isinstance(item, Rule) else self._kernels

@@ -1,8 +1,9 @@
-// FP8 with a scale a block: 1x128 and 128x128 (FP32 scales, transposed column copy), MXFP8 1x32 and 32x32 (E8M0
-// scales, column copy as the tensor lies). One read of a Source, both copies.
+// FP8 with an FP32 scale for 1x128 or 128x128 elements, transposed column copy: one read of a Source, both copies.
+// The scales of 1x128 blocks lie as cuBLASLt reads them: consecutive rows of the matrix (columns, for the column copy)
+// next to each other. Those of 128x128 tiles lie by rows, which are filled up with zeros to a multiple of four.
 #pragma once
-#include <kernels/tile.cuh>
-#include <te_ops/reduce.cuh>
+#include <kernels/blocks.cuh>
+#include <kernels/quantize.cuh>
 
 namespace te {
 
@@ -10,185 +11,296 @@ template <class S, class D> struct BlockArguments {
   S source;
   D* dense;
   u8* row;
-  void* row_scale;
+  float* row_scale;
   u8* col;
-  void* col_scale;
+  float* col_scale;
+  float* sums;  // [tiles down, outputs * width], sums over the rows of a tile; or null
   i64 rows, width;
+  i64 wave;  // blocks that run at a time
 };
 
-// FP32 scales: scale_inv is 1 / scale.
-template <class F, class R> struct Fp32Scale {
-  typedef float Stored;
-  static TE_DEVICE float encode_scale(float amax, Stored& stored) {
-    const float scale = R::scale(amax);
-    stored = div(1.0f, scale);
-    return scale;
-  }
-};
+// One tile of 16 * GROUPS rows: values are kept as D between the passes over them. Both halves of a pair are one tile;
+// PARK: the second waits in shared memory until the first is done, which takes fewer registers. FP32 halves are tiles
+// of their own, next to each other, so that the second finds its operands in L2. AHEAD: row groups that a thread brings
+// into L2 for a tile that runs a wave later.
+template <class S, class F, class D, class R, int ALIGNED, int GROUPS, int BATCH, int AHEAD, bool PARK,
+          bool SQUARE, bool ROW, bool COL, bool DENSE, bool SUM>
+struct BlockTile {
+  static constexpr bool split = S::outs == 2 && sizeof(D) == 4;
+  static constexpr bool parks = PARK && S::outs == 2 && !split;
+  static constexpr int outs = split || parks ? 1 : S::outs;
+  static constexpr int per = Magnitude<D>::per_word, groups = GROUPS;
+  static constexpr bool square_blocks = SQUARE, has_row = ROW, has_col = COL, has_sum = SUM;
 
-// E8M0: amax * float32(1 / largest) rounded up to a power of two (te_ops.quantizers.mxfp8.e8m0_from_amax).
-template <class F> struct E8m0Scale {
-  typedef u8 Stored;
-  static TE_DEVICE float encode_scale(float amax, Stored& stored) {
-    const u32 bits = bits_of(mul(amax, (float)(1.0 / F::largest)));
-    const u32 exponent = (bits >> 23) & 0xffu, mantissa = bits & 0x7fffffu;
-    u32 code = exponent + (mantissa > (exponent == 0 ? 0x400000u : 0u) ? 1u : 0u);
-    code -= code >= 255u ? 1u : 0u;
-    stored = (u8)code;
-    if (code == 255u) return float_of(0x7fc00000u);
-    return float_of(code == 254u ? 0x00400000u : (254u - code) << 23);
-  }
-};
+  struct Shared {
+    Codes<COL ? GROUPS : 1> codes[COL ? outs : 1];
+    alignas(16) u32 partial[outs][8][TILE_COLS / per];
+    alignas(16) float scale[outs][TILE_COLS];
+  };
 
-// BLOCK elements share a scale; it divides the 16 * GROUPS rows of a tile. SQUARE: BLOCK x BLOCK elements do. TRANSPOSED: of the column copy.
-template <class S, class F, class D, class Scale, int ALIGNED, int GROUPS, int BLOCK, bool SQUARE, bool TRANSPOSED,
-          bool ROW, bool COL, bool DENSE>
-TE_DEVICE void block_quantize(const BlockArguments<S, D>& a) {
-  typedef typename Scale::Stored Stored;
-  constexpr int LANES = BLOCK / 8, WARPS = BLOCK / (2 * GROUPS);  // threads across and warps down a block
-  TE_SHARED float partial[8][TILE_COLS];
-  TE_SHARED Codes<GROUPS> codes[1];
-  // A pair's halves are tiles of their own, next to each other, so that the second finds its operands in L2.
-  const i64 half = block() % S::outs;
-  const Tile<GROUPS> tile(block() / S::outs, a.width);
-  const int valid = tile.valid(a.width);
-  const i64 total = S::outs * a.width, col = half * a.width + tile.col();
-  const i64 across = (total + BLOCK - 1) / BLOCK, down = (a.rows + BLOCK - 1) / BLOCK;
-  Stored* row_scale = (Stored*)a.row_scale;
-  Stored* col_scale = (Stored*)a.col_scale;
+  typedef BlockArguments<S, D> Arguments;
 
-  float v[GROUPS][8];
-  {
-    constexpr int BATCH = in_flight<S, ALIGNED>(GROUPS);
-    typename S::Cols cols;
-    a.source.template load_cols<ALIGNED>(cols, tile.col(), valid);
-#pragma unroll
-    for (int first = 0; first < GROUPS; first += BATCH) {
-      typename S::Regs regs[BATCH];
-#pragma unroll
-      for (int b = 0; b < BATCH; ++b) {
-        const i64 row = tile.row(first + b);
-        a.source.template load<ALIGNED, false>(regs[b], row, tile.col(), row < a.rows ? valid : 0);
-      }
-#pragma unroll
-      for (int b = 0; b < BATCH; ++b) {
-        const int g = first + b, here = tile.row(g) < a.rows ? valid : 0;
-        float y[S::outs][8];
-        a.source.eval(cols, regs[b], y);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) v[g][i] = S::outs == 2 && half == 1 ? y[S::outs - 1][i] : y[0][i];
-        clear_beyond(v[g], here);
-        round_to<D>(v[g]);
-        if constexpr (DENSE) store<D, ALIGNED>(a.dense + tile.row(g) * total + col, here, v[g]);
-      }
-    }
-  }
+  const Arguments& a;
+  Shared& shared;
+  i64 half;
+  const Tile<GROUPS> tile;
+  const int valid, rows_here;  // columns of this thread and rows of the tile that exist
+  const i64 total;
+  i64 first;                   // where this thread's first eight columns are, in a matrix as wide as all outputs
+  Chunk<D> kept[outs][GROUPS];
 
-  if constexpr (SQUARE) {
-    float most = 0.0f;
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g)
-#pragma unroll
-      for (int i = 0; i < 8; ++i) most = max_abs(most, v[g][i]);
-    most = lane_max<LANES>(most);
-    most = max_abs(most, exchange(most, 16));
-    const int place = tile.chunk / LANES;
-    if (thread() % 32 < 16 && tile.chunk % LANES == 0) partial[tile.warp][place] = most;
-    barrier();
-    const int first = tile.warp / WARPS * WARPS;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) most = max_abs(most, partial[first + w][place]);
-    Stored stored;
-    const float scale = Scale::encode_scale(most, stored);
-    const i64 block_row = tile.top / BLOCK + tile.warp / WARPS, block_col = (col - tile.chunk % LANES * 8) / BLOCK;
-    if constexpr (TRANSPOSED) {
-      if (thread() == 0 && tile.top < a.rows) {
-        if constexpr (ROW) row_scale[block_row * across + block_col] = stored;
-        if constexpr (COL) col_scale[block_col * down + block_row] = stored;
-      }
-    }
+  TE_DEVICE BlockTile(const Arguments& a, Shared& shared)
+      : a(a), shared(shared), half(split ? block() % 2 : 0), tile(split ? block() / 2 : block(), a.width),
+        valid(tile.valid(a.width)), rows_here((int)(a.rows - tile.top < 16 * GROUPS ? a.rows - tile.top : 16 * GROUPS)),
+        total(S::outs * a.width), first(tile.row(0) * total + half * a.width + tile.col()) {}
+
+  TE_DEVICE int here(int g) const { return tile.local_row(g) < rows_here ? valid : 0; }
+  TE_DEVICE i64 block_col(int out) const { return ((half + out) * a.width + tile.left) / 128; }
+
+  static TE_DEVICE u8* parked(int g) { return dynamic_shared() + 16 * (g * TILE_THREADS + thread()); }
+  // The second half takes the place of the first.
+  TE_DEVICE void unpark() {
+    half = 1;
+    first += a.width;
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
-      const i64 row = tile.row(g);
-      const int here = row < a.rows ? valid : 0;
-      Chunk<u8> c;
-      encode<F>(v[g], scale, c.w);
-      if constexpr (!TRANSPOSED || ROW) store<u8, ALIGNED>((ROW ? a.row : a.col) + row * total + col, here, c);
-      if constexpr (TRANSPOSED && COL) codes[0].put(tile.local_row(g), tile.chunk, c.w);
-      if constexpr (!TRANSPOSED && ROW)
-        if (here > 0 && tile.chunk % LANES == 0) row_scale[row * across + block_col] = stored;
-    }
-    if constexpr (!TRANSPOSED && COL) {
-      const i64 row = tile.top + tile.warp / WARPS * BLOCK;
-      if (tile.warp % WARPS == 0 && tile.half == 0 && row < a.rows)
+      u32 w[4];
+      read_shared(parked(g), w);
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-          if (i < valid) col_scale[block_row * total + col + i] = stored;
+      for (int i = 0; i < 4; ++i) kept[0][g].w[i] = w[i];
     }
-  } else {
-    if constexpr (ROW) {
+  }
+
+  TE_DEVICE void bring_ahead() const {
+    const Tile<GROUPS> later((split ? block() / 2 : block()) + a.wave, a.width);
+    const int there = tile.chunk % 8 == 0 ? later.valid(a.width) : 0;
+    typename S::Regs none;
+    u32 row = (u32)later.row(0);
+#pragma unroll
+    for (int g = 0; g < AHEAD; ++g, row += 2) {
+      renew(row);
+      if (there > 0 && row < a.rows) a.source.template load<PREFETCH, false>(none, row, later.col(), there);
+    }
+  }
+
+  // Row group g as it is kept, and written where it is written too.
+  TE_DEVICE void keep(int g, const typename S::Cols& cols, const typename S::Regs& regs, D*& to) {
+    Chunk<D> c[S::outs];
+    Keep<S, D>::outs(a.source, cols, regs, here(g), c);
+#pragma unroll
+    for (int o = 0; o < outs; ++o) {
+      kept[o][g] = c[o];
+      if constexpr (split)
+        if (half == 1) kept[o][g] = c[S::outs - 1];
+      if constexpr (S::computes && BATCH < GROUPS) renew_all(kept[o][g]);  // before the next are loaded
+      if constexpr (DENSE) store<D, ALIGNED>(to + o * a.width, here(g), kept[o][g]);
+    }
+    if constexpr (parks) {
+      const Chunk<D>& second = c[S::outs - 1];
+      const u32 w[4] = {second.w[0], second.w[1], second.w[2], second.w[3]};
+      write_shared(parked(g), w);
+      if constexpr (DENSE) store<D, ALIGNED>(to + a.width, here(g), second);
+    }
+    if constexpr (DENSE) to += 2 * total;
+  }
+
+  TE_DEVICE void load() {
+    typename S::Cols cols;
+    a.source.template load_cols<ALIGNED>(cols, tile.col(), valid);
+    D* to = a.dense + first;
+    u32 row = (u32)tile.row(0);
+#pragma unroll
+    for (int start = 0; start < GROUPS; start += BATCH) {
+      typename S::Regs regs[BATCH];
+#pragma unroll
+      for (int b = 0; b < BATCH; ++b, row += 2) {
+        renew(row);  // addresses of all rows at once would spill
+        a.source.template load<ALIGNED, false>(regs[b], row, tile.col(), here(start + b));
+      }
+      if constexpr (AHEAD > 0)
+        if (start + BATCH >= GROUPS) bring_ahead();
+#pragma unroll
+      for (int b = 0; b < BATCH; ++b) keep(start + b, cols, regs[b], to);
+    }
+  }
+
+  // Sums of the tile's rows, in the order of quantize.cuh.
+  TE_DEVICE void tile_sums() const {
+#pragma unroll
+    for (int o = 0; o < outs; ++o) {
+      float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g) {
-        const i64 row = tile.row(g);
-        const int here = row < a.rows ? valid : 0;
-        float most = 0.0f;
+        float v[8];
+        unpack<D>(kept[o][g], v);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) most = max_abs(most, v[g][i]);
-        most = lane_max<LANES>(most);
-        Stored stored;
-        const float scale = Scale::encode_scale(most, stored);
-        Chunk<u8> c;
-        encode<F>(v[g], scale, c.w);
-        store<u8, ALIGNED>(a.row + row * total + col, here, c);
-        if (here > 0 && tile.chunk % LANES == 0) row_scale[row * across + col / BLOCK] = stored;
+        for (int i = 0; i < 8; ++i) sums[i] = add(sums[i], v[i]);
       }
+      store_sums(sums, a.sums + tile.top / tile.rows * total + (half + o) * a.width, tile.left, a.width);
     }
-    if constexpr (COL) {
+  }
+  // Scales of the rows, and the row copy.
+  TE_DEVICE void rows() {
+    typedef RowMaxima<D, GROUPS, 16> Maxima;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float most = 0.0f;
+    for (int o = 0; o < outs; ++o) {
+      u32 most[GROUPS];
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) most = max_abs(most, v[g][i]);
-        most = max_abs(most, exchange(most, 16));
-        if (tile.half == 0) partial[tile.warp][8 * tile.chunk + i] = most;
+      for (int g = 0; g < GROUPS; ++g) most[g] = chunk_most<D>(kept[o][g]);
+      float scale[Maxima::held];
+      Maxima::reduce(most, tile.chunk, scale);
+#pragma unroll
+      for (int i = 0; i < Maxima::held; ++i) {
+        scale[i] = R::scale(scale[i]);
+        const int row = tile.local_row(Maxima::row(tile.chunk, i));
+        if (tile.chunk < Maxima::owners && row < rows_here)
+          a.row_scale[block_col(o) * a.rows + tile.top + row] = div(1.0f, scale[i]);
       }
-      barrier();
-      constexpr int DOWN = 16 * GROUPS / BLOCK;  // row blocks in the tile
-      for (int unit = thread(); unit < DOWN * TILE_COLS; unit += TILE_THREADS) {
-        const int b = unit / TILE_COLS, c = unit % TILE_COLS;
-        float most = partial[b * WARPS][c];
-#pragma unroll
-        for (int w = 1; w < WARPS; ++w) most = max_abs(most, partial[b * WARPS + w][c]);
-        Stored stored;
-        const float scale = Scale::encode_scale(most, stored);
-        partial[b * WARPS][c] = scale;  // read and written by this thread only
-        const i64 block_row = tile.top / BLOCK + b, c_global = half * a.width + tile.left + c;
-        if (tile.left + c < a.width && block_row < down) {
-          if constexpr (TRANSPOSED)
-            col_scale[c_global * down + block_row] = stored;
-          else
-            col_scale[block_row * total + c_global] = stored;
-        }
-      }
-      barrier();
-      const float* scales = &partial[tile.warp / WARPS * WARPS][8 * tile.chunk];
+      u8* to = a.row + first + o * a.width;
 #pragma unroll
       for (int g = 0; g < GROUPS; ++g) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) v[g][i] = mul(v[g][i], scales[i]);
+        float v[8];
+        unpack<D>(kept[o][g], v);
         Chunk<u8> c;
-        encode<F>(v[g], 1.0f, c.w);
-        const i64 row = tile.row(g);
-        if constexpr (TRANSPOSED)
-          codes[0].put(tile.local_row(g), tile.chunk, c.w);
-        else
-          store<u8, ALIGNED>(a.col + row * total + col, row < a.rows ? valid : 0, c);
+        encode<F>(v, from_lane(scale[Maxima::place(g)], 16 * tile.half + Maxima::owner(g)), c.w);
+        store<u8, ALIGNED>(to, here(g), c);
+        to += 2 * total;
       }
     }
   }
-  if constexpr (TRANSPOSED && COL) {
+
+  // Maxima of the columns over the rows of a warp.
+  TE_DEVICE void column_maxima() {
+#pragma unroll
+    for (int o = 0; o < outs; ++o) {
+      u32 most[Chunk<D>::words];
+#pragma unroll
+      for (int w = 0; w < Chunk<D>::words; ++w) {
+        most[w] = 0;
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) most[w] = Magnitude<D>::most(most[w], kept[o][g].w[w]);
+        most[w] = Magnitude<D>::most(most[w], exchange(most[w], 16));
+      }
+      u32* p = &shared.partial[o][tile.warp][Chunk<D>::words * tile.chunk];
+      if (tile.half == 0)
+#pragma unroll
+        for (int w = 0; w < Chunk<D>::words; ++w) p[w] = most[w];
+    }
+  }
+  // A thread a column.
+  TE_DEVICE void column_scales() {
+    static_assert(outs * TILE_COLS <= TILE_THREADS, "a thread a column");
+    if (thread() < outs * TILE_COLS) {
+      const int o = thread() / TILE_COLS, c = thread() % TILE_COLS;
+      u32 most = 0;
+#pragma unroll
+      for (int w = 0; w < 8; ++w) most = Magnitude<D>::most(most, shared.partial[o][w][c / per]);
+      const float scale = R::scale(Magnitude<D>::value(most, c % per));
+      shared.scale[o][c] = scale;
+      if (tile.left + c < a.width && rows_here > 0)
+        a.col_scale[tile.top / 128 * total + (half + o) * a.width + tile.left + c] = div(1.0f, scale);
+    }
+  }
+  TE_DEVICE void column_codes() {
+#pragma unroll
+    for (int o = 0; o < outs; ++o) {
+      float scale[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) scale[i] = shared.scale[o][8 * tile.chunk + i];
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) {
+        float v[8];
+        u32 codes[2];
+        unpack<D>(kept[o][g], v);
+        encode_each<F>(v, scale, codes);
+        shared.codes[o].put(tile.local_row(g), tile.chunk, codes);
+      }
+    }
+  }
+
+  // One scale for the tile: both copies have the same codes.
+  TE_DEVICE void square() {
+#pragma unroll
+    for (int o = 0; o < outs; ++o) {
+      u32 most = 0;
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) most = Magnitude<D>::most(most, chunk_most<D>(kept[o][g]));
+#pragma unroll
+      for (int mask = 1; mask < 32; mask *= 2) most = Magnitude<D>::most(most, exchange(most, mask));
+      if (thread() % 32 == 0) shared.partial[o][tile.warp][0] = most;
+    }
     barrier();
-    store_columns<GROUPS, 1>(codes, a.col + half * a.width * a.rows, tile.top, tile.left, a.rows, a.width);
+#pragma unroll
+    for (int o = 0; o < outs; ++o) {
+      u32 most = 0;
+#pragma unroll
+      for (int w = 0; w < 8; ++w) most = Magnitude<D>::most(most, shared.partial[o][w][0]);
+      most = per == 2 ? Magnitude<D>::most(most, byte_perm(most, most, 0x1032)) : most;
+      const float scale = R::scale(Magnitude<D>::value(most, 0));
+      tile_scales(o, div(1.0f, scale));
+      u8* to = a.row + first + o * a.width;
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) {
+        float v[8];
+        Chunk<u8> c;
+        unpack<D>(kept[o][g], v);
+        encode<F>(v, scale, c.w);
+        if constexpr (ROW) store<u8, ALIGNED>(to, here(g), c);
+        to += 2 * total;
+        if constexpr (COL) shared.codes[o].put(tile.local_row(g), tile.chunk, c.w);
+      }
+    }
+  }
+  TE_DEVICE void tile_scales(int out, float scale_inv) {
+    const i64 r = tile.top / 128, c = block_col(out);
+    if constexpr (ROW) tile_scale(a.row_scale, r, c, (total + 127) / 128, scale_inv);
+    if constexpr (COL) tile_scale(a.col_scale, c, r, (a.rows + 127) / 128, scale_inv);
+  }
+  TE_DEVICE static void tile_scale(float* scales, i64 row, i64 col, i64 count, float scale_inv) {
+    const i64 filled = (count + 3) / 4 * 4;
+    if (thread() == 0) scales[row * filled + col] = scale_inv;
+    if (col == count - 1 && thread() > 0 && thread() < filled - col) scales[row * filled + col + thread()] = 0.0f;
+  }
+};
+
+template <class Work> TE_DEVICE void quantize_half(Work& work) {
+  if constexpr (Work::has_sum) work.tile_sums();
+  if constexpr (Work::square_blocks) {
+    work.square();
+  } else {
+    if constexpr (Work::has_col) {
+      work.column_maxima();
+      barrier();
+      work.column_scales();
+    }
+    if constexpr (Work::has_row) work.rows();
+    if constexpr (Work::has_col) {
+      barrier();
+      if constexpr (Work::has_row)
+#pragma unroll
+        for (int o = 0; o < Work::outs; ++o) renew_all(work.kept[o]);
+      work.column_codes();
+    }
+  }
+  if constexpr (Work::has_col) {
+    barrier();
+    store_columns<Work::groups, Work::outs>(work.shared.codes, work.a.col + work.half * work.a.width * work.a.rows,
+                                            work.tile.top, work.tile.left, work.a.rows, work.a.width);
+  }
+}
+
+template <class F, class R, int ALIGNED, int GROUPS, int BATCH, int AHEAD, bool PARK, bool SQUARE, bool ROW,
+          bool COL, bool DENSE, bool SUM, class S, class D>
+TE_DEVICE void block_quantize(const BlockArguments<S, D>& a) {
+  typedef BlockTile<S, F, D, R, ALIGNED, GROUPS, BATCH, AHEAD, PARK, SQUARE, ROW, COL, DENSE, SUM> Work;
+  TE_SHARED typename Work::Shared shared;
+  Work work(a, shared);
+  work.load();
+  quantize_half(work);
+  if constexpr (Work::parks) {
+    work.unpark();
+    if constexpr (SQUARE) barrier();  // the first half's maxima have been read
+    quantize_half(work);
   }
 }
 

@@ -1,224 +1,238 @@
-// RMSNorm and LayerNorm over the last dimension: GROUP threads a row, CHUNKS chunks of eight columns a thread, held in
-// registers; CHUNKS = 0 reads long rows again for each pass.
+// RMSNorm and LayerNorm over the last dimension. GROUP threads a row, CHUNKS chunks of eight columns a thread; blocks go
+// through the rows. With STAGES > 0 a thread's chunks lie in shared memory, where STAGES - 1 rows are on their way while
+// one is computed; else in registers.
 #pragma once
-#include <te_ops/formats.cuh>
-#include <te_ops/reduce.cuh>
+#include <kernels/norm_feed.cuh>
 
 namespace te {
 
-// The factor of a column: gamma, or 1 + gamma.
-template <class G, int ALIGNED, bool ZERO_CENTERED>
-TE_DEVICE void load_gain(const G* gamma, i64 col, int valid, float (&gain)[8]) {
-  Chunk<G> c;
-  load<G, ALIGNED>(gamma + col, valid, c);
-  unpack<G>(c, gain);
-  if constexpr (ZERO_CENTERED) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) gain[i] = add(gain[i], 1.0f);
-  }
-}
-
-TE_DEVICE int columns_left(i64 width, i64 col) {
-  const i64 left = width - col;
-  return left < 0 ? 0 : left < 8 ? (int)left : 8;
-}
-
-template <class S, class T, class G> struct NormArguments {
+template <class S, class T, class Y, class G> struct NormArguments {
   S source;
   const G* gamma;
   const G* beta;
   T* stream;  // what is normalised, if somebody else reads it; or null
-  T* y;       // or null: only the statistics are wanted
+  Y* y;       // or null: only the statistics are wanted
   float* rstd;
   float* mean;
+  u32* amax;  // bits of max |y|, zero before; or null
   i64 rows, width;
 };
 
-template <class S, class T, class G, int ALIGNED, bool CENTERED, bool ZERO_CENTERED, int GROUP, int CHUNKS,
-          int THREADS>
-TE_DEVICE void norm(const NormArguments<S, T, G>& a, float epsilon) {
-  constexpr int HELD = CHUNKS > 0 ? CHUNKS : 1;
-  const i64 row = block() * (THREADS / GROUP) + thread() / GROUP;
-  const int place = thread() % GROUP;
-  const bool exists = row < a.rows;
-  const int steps = CHUNKS > 0 ? CHUNKS : (int)((a.width + 8 * GROUP - 1) / (8 * GROUP));
-  float x[HELD][8];
+// y of a chunk: x * rstd * gain, or (x - mean) * rstd * gain + shift.
+template <class G, bool CENTERED, bool ZERO_CENTERED>
+TE_DEVICE void normalise(float (&v)[8], float mean, float rstd, const Chunk<G>& gamma, const Chunk<G>& beta) {
+  float gain[8];
+  gain_of<G, ZERO_CENTERED>(gamma, gain);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] = mul(mul(CENTERED ? sub(v[i], mean) : v[i], rstd), gain[i]);
+  if constexpr (CENTERED) {
+    float shift[8];
+    unpack<G>(beta, shift);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = add(v[i], shift[i]);
+  }
+}
 
-  // One chunk of the source, rounded to what it is stored as.
-  auto fetch = [&](int c, float(&v)[8]) {
-    const i64 col = 8 * ((i64)c * GROUP + place);
-    const int valid = exists ? columns_left(a.width, col) : 0;
+// The sum of squares of a chunk, or of its distances to the mean where it has columns.
+template <bool CENTERED> TE_DEVICE float squares_of(const float (&v)[8], float mean, int valid) {
+  float even = 0.0f, odd = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    const float a = CENTERED ? (i < valid ? sub(v[i], mean) : 0.0f) : v[i];
+    const float b = CENTERED ? (i + 1 < valid ? sub(v[i + 1], mean) : 0.0f) : v[i + 1];
+    even = fma(a, a, even);
+    odd = fma(b, b, odd);
+  }
+  return add(even, odd);
+}
+
+template <class Y> TE_DEVICE float most_of(float most, float (&v)[8]) {
+  round_to<Y>(v);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) most = max_abs(most, v[i]);
+  return most;
+}
+
+template <class S, class T, class Y, class G, int ALIGNED, bool CENTERED, bool ZERO_CENTERED, int GROUP, int CHUNKS,
+          int THREADS, int STAGES>
+TE_DEVICE void norm(const NormArguments<S, T, Y, G>& a, float epsilon) {
+  typedef Feed<S, CHUNKS, THREADS, STAGES> F;
+  const i64 stride = blocks() * (THREADS / GROUP);
+  const int place = thread() % GROUP, width = (int)a.width;
+  i64 row = block() * (THREADS / GROUP) + thread() / GROUP;
+  int turn = 0, stage = 0;
+  const Weights<G, ALIGNED, CHUNKS, THREADS, 2, (STAGES > 0)> weights = {{a.gamma, a.beta}, dynamic_shared() + F::bytes};
+  auto col = [&](int c) { return 8 * (c * GROUP + place); };
+  auto valid = [&](int c) { return columns_left(width, col(c)); };
+  auto issue = [&](i64 r, int s) {
+    forget(r);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) F::issue(a.source, s, c, r * a.width + col(c), r < a.rows && col(c) < width);
+    commit_copies();
+  };
+  if constexpr (STAGES > 0) {
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s) {
+      if (s == 0 && a.y) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+          for (int which = 0; which < 1 + CENTERED; ++which) weights.issue(which, c, col(c), col(c) < width);
+      }
+      issue(row + s * stride, s);
+    }
+  }
+  const float share = div(1.0f, (float)a.width);
+  float most = 0.0f;
+  constexpr bool KEPT = STAGES == 0 && CHUNKS <= 2;  // gamma and beta, in registers
+  Chunk<G> kept[1 + CENTERED][KEPT ? CHUNKS : 1];
+  if constexpr (KEPT) {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+      for (int which = 0; which < 1 + CENTERED; ++which)
+        weights.take(which, c, col(c), a.y ? valid(c) : 0, kept[which][c]);
+  }
+  for (i64 first = block() * (THREADS / GROUP); first < a.rows; first += stride, row += stride) {
+    const bool exists = row < a.rows;
+    Chunk<T> held[STAGES > 0 ? 1 : CHUNKS];
+    auto fetch = [&](int c, Chunk<T>& x) {
+      typename S::Regs regs;
+      typename S::Cols cols;
+      F::take(stage, c, regs);
+      Held<S, T>::keep(a.source, cols, regs, exists ? valid(c) : 0, x);
+    };
+    auto value = [&](int c, float(&v)[8]) {
+      if constexpr (STAGES > 0) fetch(c, held[0]);
+      unpack<T>(held[STAGES > 0 ? 0 : c], v);
+    };
+    if constexpr (STAGES > 0) {
+      wait_copies<STAGES - 1>();
+    } else {
+      typename S::Regs regs[CHUNKS];
+      typename S::Cols cols[CHUNKS];
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c) {
+        const int here = exists ? valid(c) : 0;
+        a.source.template load_cols<ALIGNED>(cols[c], col(c), here);
+        a.source.template load<ALIGNED, false>(regs[c], row, col(c), here);
+      }
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c)
+        Held<S, T>::keep(a.source, cols[c], regs[c], exists ? valid(c) : 0, held[c]);
+    }
+    float mean = 0.0f, sum[1], v[8];
+    if constexpr (CENTERED) {
+      sum[0] = 0.0f;
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c) {
+        value(c, v);
+        sum[0] = add(sum[0], sum_of(v));
+      }
+      group_sums<GROUP, THREADS>(sum, turn);
+      mean = mul(sum[0], share);
+    }
+    sum[0] = 0.0f;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      value(c, v);
+      sum[0] = add(sum[0], squares_of<CENTERED>(v, mean, valid(c)));
+    }
+    group_sums<GROUP, THREADS>(sum, turn);
+    const float rstd = inverse_sqrt(add(mul(sum[0], share), epsilon));
+    if (exists && place == 0) {
+      if (a.rstd) a.rstd[row] = rstd;
+      if (CENTERED && a.mean) a.mean[row] = mean;
+    }
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      const int here = exists ? valid(c) : 0;
+      const i64 at = row * a.width + col(c);
+      value(c, v);
+      if (a.stream) store<T, ALIGNED>(a.stream + at, here, held[STAGES > 0 ? 0 : c]);
+      if (!a.y) continue;
+      Chunk<G> gamma, beta;
+      if constexpr (KEPT) {
+        gamma = kept[0][c];
+        if constexpr (CENTERED) beta = kept[CENTERED][c];
+      } else {
+        weights.take(0, c, col(c), valid(c), gamma);
+        if constexpr (CENTERED) weights.take(1, c, col(c), valid(c), beta);
+      }
+      normalise<G, CENTERED, ZERO_CENTERED>(v, mean, rstd, gamma, beta);
+      store<Y, ALIGNED>(a.y + at, here, v);
+      if (a.amax) {
+        clear_beyond(v, here);
+        most = most_of<Y>(most, v);
+      }
+    }
+    if constexpr (STAGES > 0) {
+      issue(row + STAGES * stride, stage);
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+  }
+  if (a.amax) {
+    const u32 bits = warp_max(bits_of(most) & 0x7fffffffu);
+    if (thread() % 32 == 0 && bits != 0) global_max(a.amax, bits);
+  }
+}
+
+// Rows that no block holds: each pass reads them again.
+template <class S, class T, class Y, class G, int ALIGNED, bool CENTERED, bool ZERO_CENTERED, int THREADS>
+TE_DEVICE void long_norm(const NormArguments<S, T, Y, G>& a, float epsilon) {
+  const i64 row = block();
+  const float share = div(1.0f, (float)a.width);
+  int turn = 0;
+  auto fetch = [&](i64 col, int valid, Chunk<T>& x) {
     typename S::Cols cols;
     typename S::Regs regs;
     a.source.template load_cols<ALIGNED>(cols, col, valid);
     a.source.template load<ALIGNED, false>(regs, row, col, valid);
-    float y[1][8];
-    a.source.eval(cols, regs, y);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = i < valid ? y[0][i] : 0.0f;
-    round_to<T>(v);
+    Held<S, T>::keep(a.source, cols, regs, valid, x);
   };
-  auto sum_over = [&](auto term) {
-    float total = 0.0f;
-    if constexpr (CHUNKS > 0) {
-#pragma unroll
-      for (int c = 0; c < CHUNKS; ++c) total = add(total, term(x[c], c));
-    } else {
-      for (int c = 0; c < steps; ++c) {
-        fetch(c, x[0]);
-        total = add(total, term(x[0], c));
-      }
+  auto total = [&](auto term) {
+    float sum[1] = {0.0f};
+    for (i64 col = 8 * thread(); col < a.width; col += 8 * THREADS) {
+      const int valid = columns_left(a.width, col);
+      Chunk<T> x;
+      float v[8];
+      fetch(col, valid, x);
+      unpack<T>(x, v);
+      sum[0] = add(sum[0], term(v, valid));
     }
-    return group_sum<GROUP, THREADS>(total);
+    group_sums<THREADS, THREADS>(sum, turn);
+    return mul(sum[0], share);
   };
-
-  if constexpr (CHUNKS > 0) {
-    typename S::Cols cols[HELD];
-    typename S::Regs regs[HELD];
-#pragma unroll
-    for (int c = 0; c < HELD; ++c) {
-      const i64 col = 8 * ((i64)c * GROUP + place);
-      const int valid = exists ? columns_left(a.width, col) : 0;
-      a.source.template load_cols<ALIGNED>(cols[c], col, valid);
-      a.source.template load<ALIGNED, false>(regs[c], row, col, valid);
-    }
-#pragma unroll
-    for (int c = 0; c < HELD; ++c) {
-      const int valid = exists ? columns_left(a.width, 8 * ((i64)c * GROUP + place)) : 0;
-      float y[1][8];
-      a.source.eval(cols[c], regs[c], y);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) x[c][i] = i < valid ? y[0][i] : 0.0f;
-      round_to<T>(x[c]);
-    }
-  }
-
-  const float count = (float)a.width;
-  float mean = 0.0f;
-  if constexpr (CENTERED) {
-    mean = div(sum_over([](const float(&v)[8], int) { return sum_of(v); }), count);
-  }
-  const float squares = sum_over([&](const float(&v)[8], int c) {
-    const int valid = columns_left(a.width, 8 * ((i64)c * GROUP + place));
-    float squared[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float d = CENTERED ? (i < valid ? sub(v[i], mean) : 0.0f) : v[i];
-      squared[i] = mul(d, d);
-    }
-    return sum_of(squared);
-  });
-  const float rstd = div(1.0f, sqrt_rn(add(div(squares, count), epsilon)));
-  if (exists && place == 0) {
+  float mean = 0.0f, most = 0.0f;
+  if constexpr (CENTERED) mean = total([](const float(&v)[8], int) { return sum_of(v); });
+  const float squares = total([&](const float(&v)[8], int valid) { return squares_of<CENTERED>(v, mean, valid); });
+  const float rstd = inverse_sqrt(add(squares, epsilon));
+  if (thread() == 0) {
     if (a.rstd) a.rstd[row] = rstd;
     if (CENTERED && a.mean) a.mean[row] = mean;
   }
   if (!a.y && !a.stream) return;
-#pragma unroll
-  for (int c = 0; c < steps; ++c) {
-    const i64 col = 8 * ((i64)c * GROUP + place);
-    const int valid = exists ? columns_left(a.width, col) : 0;
-    if (CHUNKS == 0) fetch(c, x[0]);
-    const int k = CHUNKS > 0 ? c : 0;
-    if (a.stream) store<T, ALIGNED>(a.stream + row * a.width + col, valid, x[k]);
+  for (i64 col = 8 * thread(); col < a.width; col += 8 * THREADS) {
+    const int valid = columns_left(a.width, col);
+    Chunk<T> x;
+    float v[8];
+    fetch(col, valid, x);
+    if (a.stream) store<T, ALIGNED>(a.stream + row * a.width + col, valid, x);
     if (!a.y) continue;
-    float gain[8], shift[8] = {0, 0, 0, 0, 0, 0, 0, 0}, y[8];
-    load_gain<G, ALIGNED, ZERO_CENTERED>(a.gamma, col, valid, gain);
-    if constexpr (CENTERED) load_gain<G, ALIGNED, false>(a.beta, col, valid, shift);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      y[i] = mul(mul(CENTERED ? sub(x[k][i], mean) : x[k][i], rstd), gain[i]);
-      if (CENTERED) y[i] = add(y[i], shift[i]);
+    Chunk<G> gamma, beta;
+    load_again<G, ALIGNED>(a.gamma + col, valid, gamma);
+    if constexpr (CENTERED) load_again<G, ALIGNED>(a.beta + col, valid, beta);
+    unpack<T>(x, v);
+    normalise<G, CENTERED, ZERO_CENTERED>(v, mean, rstd, gamma, beta);
+    store<Y, ALIGNED>(a.y + row * a.width + col, valid, v);
+    if (a.amax) {
+      clear_beyond(v, valid);
+      most = most_of<Y>(most, v);
     }
-    store<T, ALIGNED>(a.y + row * a.width + col, valid, y);
   }
-}
-
-template <class T, class U, class G> struct NormBackwardArguments {
-  const U* dy;
-  const T* x;
-  const G* gamma;
-  const float* rstd;
-  const float* mean;
-  const T* other;  // a gradient to add; or null
-  T* dx;
-  i64 rows, width;
-};
-
-// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gain; without mean(g) for RMSNorm.
-template <class T, class U, class G, int ALIGNED, bool CENTERED, bool ZERO_CENTERED, int GROUP, int CHUNKS,
-          int THREADS>
-TE_DEVICE void norm_backward(const NormBackwardArguments<T, U, G>& a) {
-  constexpr int HELD = CHUNKS > 0 ? CHUNKS : 1;
-  const i64 row = block() * (THREADS / GROUP) + thread() / GROUP;
-  const int place = thread() % GROUP;
-  const bool exists = row < a.rows;
-  const int steps = CHUNKS > 0 ? CHUNKS : (int)((a.width + 8 * GROUP - 1) / (8 * GROUP));
-  const float rstd = exists ? a.rstd[row] : 0.0f;
-  const float mean = CENTERED && exists ? a.mean[row] : 0.0f;
-  Chunk<T> x[HELD];
-  Chunk<U> dy[HELD];
-  auto fetch = [&](int c, int k) {
-    const i64 col = 8 * ((i64)c * GROUP + place);
-    const int valid = exists ? columns_left(a.width, col) : 0;
-    load<T, ALIGNED>(a.x + row * a.width + col, valid, x[k]);
-    load<U, ALIGNED>(a.dy + row * a.width + col, valid, dy[k]);
-  };
-  // g and xhat of a held chunk; zeros beyond the row's end.
-  auto terms = [&](int c, int k, float(&g)[8], float(&xhat)[8]) {
-    const i64 col = 8 * ((i64)c * GROUP + place);
-    const int valid = exists ? columns_left(a.width, col) : 0;
-    float gain[8];
-    load_gain<G, ALIGNED, ZERO_CENTERED>(a.gamma, col, valid, gain);
-    unpack<U>(dy[k], g);
-    unpack<T>(x[k], xhat);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      g[i] = mul(g[i], gain[i]);
-      xhat[i] = mul(CENTERED ? sub(xhat[i], mean) : xhat[i], rstd);
-    }
-    clear_beyond(g, valid);
-    clear_beyond(xhat, valid);
-  };
-  if constexpr (CHUNKS > 0) {
-#pragma unroll
-    for (int c = 0; c < HELD; ++c) fetch(c, c);
-  }
-  float along = 0.0f, level = 0.0f;
-#pragma unroll
-  for (int c = 0; c < steps; ++c) {
-    const int k = CHUNKS > 0 ? c : 0;
-    if (CHUNKS == 0) fetch(c, 0);
-    float g[8], xhat[8];
-    terms(c, k, g, xhat);
-    if (CENTERED) level = add(level, sum_of(g));
-#pragma unroll
-    for (int i = 0; i < 8; ++i) g[i] = mul(g[i], xhat[i]);
-    along = add(along, sum_of(g));
-  }
-  const float count = (float)a.width;
-  along = div(group_sum<GROUP, THREADS>(along), count);
-  if (CENTERED) level = div(group_sum<GROUP, THREADS>(level), count);
-#pragma unroll
-  for (int c = 0; c < steps; ++c) {
-    const i64 col = 8 * ((i64)c * GROUP + place);
-    const int valid = exists ? columns_left(a.width, col) : 0;
-    const int k = CHUNKS > 0 ? c : 0;
-    if (CHUNKS == 0) fetch(c, 0);
-    float g[8], xhat[8], dx[8], other[8];
-    terms(c, k, g, xhat);
-    if (a.other) {
-      Chunk<T> o;
-      load<T, ALIGNED>(a.other + row * a.width + col, valid, o);
-      unpack<T>(o, other);
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float centred = CENTERED ? sub(g[i], level) : g[i];
-      dx[i] = mul(sub(centred, mul(xhat[i], along)), rstd);
-      if (a.other) dx[i] = add(dx[i], other[i]);
-    }
-    store<T, ALIGNED>(a.dx + row * a.width + col, valid, dx);
+  if (a.amax) {
+    const u32 bits = warp_max(bits_of(most) & 0x7fffffffu);
+    if (thread() % 32 == 0 && bits != 0) global_max(a.amax, bits);
   }
 }
 

@@ -42,37 +42,28 @@ TE_DEVICE void store_half(T* p, const PairLayout& at, i64 row, i64 col, int half
   }
 }
 
-// FLAT: the tensor is one row. Chunks of all rows are numbered through; `rows * chunks` fits 32 bits.
-template <class S, class T, int ALIGNED, bool SCATTERED, bool FLAT, int THREADS, int UNROLL>
+// FLAT: the tensor is one row. Chunks of all rows are numbered through; `rows * chunks` fits 32 bits. One chunk a
+// thread: more of them in flight measured slower on sm_90.
+template <class S, class T, int ALIGNED, bool SCATTERED, bool FLAT, int THREADS>
 TE_DEVICE void pointwise(const S& s, T* y, i64 rows, const PairLayout& at) {
   const u32 chunks = (u32)((at.width + 7) / 8);
   const u32 total = (u32)rows * chunks;
-  const u32 first = (u32)block() * (THREADS * UNROLL) + thread();
-  typename S::Regs regs[UNROLL];
-  typename S::Cols cols[UNROLL];
-  i64 row[UNROLL], col[UNROLL];
-  int valid[UNROLL];
-#pragma unroll
-  for (int u = 0; u < UNROLL; ++u) {
-    const u32 index = first + u * THREADS;
-    row[u] = FLAT ? 0 : index / chunks;
-    col[u] = 8 * (FLAT ? (i64)index : (i64)(index % chunks));
-    const i64 left = at.width - col[u];
-    valid[u] = index < total ? (left < 8 ? (int)left : 8) : 0;
-    s.template load_cols<ALIGNED>(cols[u], col[u], valid[u]);
-    s.template load<ALIGNED, SCATTERED>(regs[u], row[u], col[u], valid[u]);
-  }
-#pragma unroll
-  for (int u = 0; u < UNROLL; ++u) {
-    float v[S::outs][8];
-    s.eval(cols[u], regs[u], v);
-    if (valid[u] <= 0) continue;
-    if constexpr (S::outs == 1) {
-      store<T, ALIGNED>(y + row[u] * at.width + col[u], valid[u], v[0]);
-    } else {
-      store_half<T, ALIGNED, SCATTERED>(y, at, row[u], col[u], 0, valid[u], v[0]);
-      store_half<T, ALIGNED, SCATTERED>(y, at, row[u], col[u], 1, valid[u], v[1]);
-    }
+  const u32 index = (u32)block() * THREADS + thread();
+  if (index >= total) return;
+  const i64 row = FLAT ? 0 : index / chunks, col = 8 * (FLAT ? (i64)index : (i64)(index % chunks));
+  const i64 left = at.width - col;
+  const int valid = left < 8 ? (int)left : 8;
+  typename S::Cols cols;
+  typename S::Regs regs;
+  s.template load_cols<ALIGNED>(cols, col, valid);
+  s.template load<ALIGNED, SCATTERED>(regs, row, col, valid);
+  float v[S::outs][8];
+  s.eval(cols, regs, v);
+  if constexpr (S::outs == 1) {
+    store<T, ALIGNED>(y + row * at.width + col, valid, v[0]);
+  } else {
+    store_half<T, ALIGNED, SCATTERED>(y, at, row, col, 0, valid, v[0]);
+    store_half<T, ALIGNED, SCATTERED>(y, at, row, col, 1, valid, v[1]);
   }
 }
 

@@ -12,10 +12,16 @@ template <class T> TE_DEVICE void store_value(T* p, float x) {
   store_one(p, c.w[0], 0);
 }
 
+// How many rows a thread loads before it adds the first: as many as some forty registers hold.
+template <class S> constexpr int rows_in_flight() {
+  int count = 8;
+  while (count > 2 && count * (int)sizeof(typename S::Regs) > 160) count /= 2;
+  return count;
+}
+
 // Over rows, first stage: block (tile of 256 columns, slice of rows) sums its slice into partial [slices, outs * width].
-template <class S, int ALIGNED>
+template <class S, int ALIGNED, int UNROLL = rows_in_flight<S>()>
 TE_DEVICE void sum_rows(const S& s, float* partial, i64 rows, i64 width, i64 slices) {
-  constexpr int UNROLL = 4;
   TE_SHARED float shared[8][256];
   const i64 across = (width + 255) / 256, slice = block() / across;
   const i64 col = block() % across * 256 + thread() % 32 * 8, left = width - col;
@@ -71,6 +77,77 @@ template <class T> TE_DEVICE void sum_slices(const float* partial, T* y, i64 wid
   if (thread() >= 64 || col >= width) return;
   for (int k = 1; k < 4; ++k) total = add(total, shared[k][thread()]);
   store_value(y + col, total);
+}
+
+// Over rows in one launch: a cluster a tile of COLS columns, each of its blocks a share of the rows; the first block adds
+// the shares. Dynamic shared memory: 16 bytes, then 8 * COLS and CLUSTER * outs * COLS floats.
+template <class S, class T, int ALIGNED, int COLS, int CLUSTER, int UNROLL = rows_in_flight<S>()>
+TE_DEVICE void sum_rows_of_cluster(const S& s, T* y, i64 rows, i64 width) {
+  constexpr int lanes = COLS / 8, at_once = 256 / lanes;  // threads of a row, rows at once
+  u64* mailbox = (u64*)dynamic_shared();
+  float(*warps)[COLS] = (float(*)[COLS])(dynamic_shared() + 16);
+  float(*shares)[S::outs * COLS] = (float(*)[S::outs * COLS])(dynamic_shared() + 16 + 8 * COLS * sizeof(float));
+  const int rank = cluster_rank();
+  if (thread() == 0) {
+    open_mailbox(mailbox);
+    if (rank == 0) expect(mailbox, CLUSTER * S::outs * COLS * (int)sizeof(float));
+  }
+  mailboxes_opened();
+  const i64 left = block() / CLUSTER * COLS, col = left + thread() % lanes * 8, beyond = width - col;
+  const int valid = beyond < 0 ? 0 : beyond < 8 ? (int)beyond : 8;
+  const i64 share = (rows + CLUSTER - 1) / CLUSTER, begin = rank * share;
+  const i64 end = begin + share < rows ? begin + share : rows;
+  float total[S::outs][8];
+#pragma unroll
+  for (int o = 0; o < S::outs; ++o)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) total[o][i] = 0.0f;
+  typename S::Cols cols;
+  s.template load_cols<ALIGNED>(cols, col, valid);
+  for (i64 base = begin + thread() / lanes; base < end; base += at_once * UNROLL) {
+    typename S::Regs regs[UNROLL];
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u)
+      s.template load<ALIGNED, false>(regs[u], base + at_once * u, col, base + at_once * u < end ? valid : 0);
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      float v[S::outs][8];
+      s.eval(cols, regs[u], v);
+      if (base + at_once * u >= end) continue;
+#pragma unroll
+      for (int o = 0; o < S::outs; ++o)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) total[o][i] = add(total[o][i], v[o][i]);
+    }
+  }
+  wait_for_mailboxes();
+#pragma unroll
+  for (int o = 0; o < S::outs; ++o) {
+    barrier();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+#pragma unroll
+      for (int mask = 16; mask >= lanes; mask /= 2) total[o][i] = add(total[o][i], exchange(total[o][i], mask));
+      if (thread() % 32 < lanes) warps[thread() / 32][thread() % lanes * 8 + i] = total[o][i];
+    }
+    barrier();
+    if (thread() < COLS) {
+      float sum = warps[0][thread()];
+#pragma unroll
+      for (int w = 1; w < 8; ++w) sum = add(sum, warps[w][thread()]);
+      send_to(0, &shares[rank][o * COLS + thread()], mailbox, sum);
+    }
+  }
+  if (rank > 0) return;
+  wait_for_mail(mailbox, 0);
+  if (thread() >= COLS || left + thread() >= width) return;
+#pragma unroll
+  for (int o = 0; o < S::outs; ++o) {
+    float sum = shares[0][o * COLS + thread()];
+#pragma unroll
+    for (int k = 1; k < CLUSTER; ++k) sum = add(sum, shares[k][o * COLS + thread()]);
+    store_value(y + o * width + left + thread(), sum);
+  }
 }
 
 // Over columns: a warp a row.

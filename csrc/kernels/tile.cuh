@@ -14,10 +14,25 @@ template <int GROUPS> struct Tile {
   int warp, half, chunk;
 
   TE_DEVICE Tile(i64 index, i64 width) {
-    const u32 across = width > 0 ? (u32)((width + TILE_COLS - 1) / TILE_COLS) : 1u;
-    const u32 down = (u32)index / across;
+    const u32 across = tiles_across(width), down = (u32)index / across;
+    place(down, (u32)index - down * across);
+  }
+  // Tile `index` where tiles are numbered in bands of BAND rows of tiles, inside a band column by column: blocks that
+  // run at the same time then share lines of the tensor and of its transposed copy alike.
+  template <int BAND> static TE_DEVICE Tile in_bands(i64 index, i64 height, i64 width) {
+    if constexpr (BAND == 1) return Tile(index, width);
+    const u32 per_band = BAND * tiles_across(width), band = (u32)index / per_band, inside = (u32)index - band * per_band;
+    const u32 down = height > 0 ? (u32)((height + rows - 1) / rows) : 1u, left_over = down - band * BAND;
+    const u32 high = left_over < BAND ? left_over : BAND, over = high == BAND ? inside / BAND : inside / high;
+    Tile tile;
+    tile.place(band * BAND + inside - over * high, over);
+    return tile;
+  }
+  TE_DEVICE Tile() {}
+  static TE_DEVICE u32 tiles_across(i64 width) { return width > 0 ? (u32)((width + TILE_COLS - 1) / TILE_COLS) : 1u; }
+  TE_DEVICE void place(u32 down, u32 over) {
     top = (i64)down * rows;
-    left = (i64)((u32)index - down * across) * TILE_COLS;
+    left = (i64)over * TILE_COLS;
     warp = thread() / 32;
     half = thread() / 16 % 2;
     chunk = thread() % 16;

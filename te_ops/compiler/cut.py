@@ -13,13 +13,18 @@ CUT_BYTES = 25 * 2**20
 
 
 def choose_cuts(work: Work) -> None:
-    """Keep forced cuts, and the residual-stream (else child) values where 25 MB of parameters have gathered."""
+    """Keep forced cuts, and the residual-stream (else child) values where 25 MB of parameters have gathered.
+
+    Between children only a product is cut, and not from the cheap primitives that read it: the activation after a
+    Linear stays with it, since its gradient is quantized for the Linear's backward in the pass that makes it.
+    """
     g = work.g
     alive = g.live(work.roots())
     cuts = [n for n in g.nodes if n.prim is CUT and alive[n.id]]
     kind = "stream" if any(n.attrs["kind"] == "stream" for n in cuts) else "child"
     keep = {n.id for n in cuts if n.attrs["kind"] == "forced"}
     gathered = 0
+    allowed = _between_products(g, alive, cuts) if kind == "child" else {n.id for n in cuts}
     for node in g.nodes:
         if not alive[node.id]:
             continue
@@ -30,12 +35,37 @@ def choose_cuts(work: Work) -> None:
         elif (
             node.prim is CUT
             and node.attrs["kind"] == kind
+            and node.id in allowed
             and gathered >= CUT_BYTES
             and work.request.grad
         ):
             keep.add(node.id)
             gathered = 0
     drop_cuts(work, keep)
+
+
+def _between_products(g: Graph, alive: list[bool], cuts: list[Node]) -> set[int]:
+    """Cuts behind a primitive whose operands are quantized, with at most cheap ones of its own child between (a bias),
+    and before none that is cheap."""
+    readers: dict[Value, list[Node]] = {}
+    for node in g.nodes:
+        if alive[node.id]:
+            for value in node.inputs:
+                readers.setdefault(value, []).append(node)
+
+    def product(value: Value) -> bool:
+        node = g.node(value)
+        if node.prim in LEAVES or node.prim is CUT:
+            return False
+        if node.prim.cheap or node.prim.nature == "view":
+            return any(product(v) for v in node.inputs)
+        return node.prim.roles is not None or node.prim.name == "module"
+
+    def cheap(value: Value) -> bool:
+        after = readers.get(value, ())
+        return any(cheap(n.out) if n.prim is CUT else n.prim.cheap for n in after)
+
+    return {n.id for n in cuts if product(n.inputs[0]) and not cheap(n.out)}
 
 
 @dataclass

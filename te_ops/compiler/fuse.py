@@ -7,7 +7,7 @@ acyclic.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations
@@ -18,6 +18,7 @@ from te_ops.graph import LEAVES, Node, Phase, Value
 from te_ops.registry import REGISTRY, Call, Kernel, Rule
 
 MAX_SIBLINGS = 6  # beyond, only all nodes that share an input are tried as one group
+MAX_KEYED = 16  # nodes with the same key that are tried as one group
 
 
 @dataclass
@@ -38,17 +39,23 @@ class _Matcher:
                     self.consumers.setdefault(value, []).append(node)
 
     def run(self) -> None:
-        """Match at every node in topological order: chains first, then nodes that share inputs."""
-        rules = [(rule, _first_names(rule)) for rule in REGISTRY.rules("phase")]
+        """Match at every node in topological order: chains, and nodes with what follows them, first; then nodes that
+        share inputs or a key."""
+        rules = [
+            (rule, rule.together and not rule.follow, _first_names(rule))
+            for rule in REGISTRY.rules("phase")
+        ]
         for node in self.work.g.nodes:
-            for together in (False, True):
+            for last in (False, True):
                 if self._free(node):
-                    here = [
-                        r
-                        for r, names in rules
-                        if r.together is together and node.prim.name in names
-                    ]
-                    self._try(here, node)
+                    self._try(
+                        [
+                            r
+                            for r, after, names in rules
+                            if after is last and node.prim.name in names
+                        ],
+                        node,
+                    )
 
     def _free(self, node: Node) -> bool:
         return self.alive[node.id] and node.id not in self.taken and node.prim not in LEAVES
@@ -130,26 +137,53 @@ class _Matcher:
                     yield reader
 
     def _siblings(self, rule: Rule, node: Node) -> list[tuple[Node, ...]]:
-        """Nodes of the rule's kinds that share an input with this one, the first of them; all, and
-        each smaller set.
+        """Nodes of the rule's kinds that belong with this one, the first of them, and what follows them; all, and
+        each smaller set of those that share an input.
         """
         names = frozenset().union(*(e.names for e in rule.elements))
         required = [e.names for e in rule.elements if not e.optional]
         found: dict[tuple[Node, ...], None] = {}
-        for value in dict.fromkeys(node.inputs):
-            others = [
-                n
-                for n in self.consumers.get(value, ())
-                if n.id > node.id and self._free(n) and n.prim.name in names and _one_phase(node, n)
-            ]
+        for others in self._families(rule, node, names):
             found[(node, *others)] = None
+            if rule.key is not None:
+                continue
             for size in range(min(len(others), MAX_SIBLINGS - 1), 0, -1):
                 found.update(
                     dict.fromkeys(
                         (node, *some) for some in combinations(others[: MAX_SIBLINGS - 1], size)
                     )
                 )
+        if rule.follow:
+            found[(node,)] = None
+            found = {self._with_followers(rule, group): None for group in found}
         return [group for group in found if _covers(group, required)]
+
+    def _families(self, rule: Rule, node: Node, names: frozenset[str]) -> Iterator[list[Node]]:
+        """Later nodes of these kinds that have the node's key, or share an input with it."""
+        g = self.work.g
+        if rule.key is not None:
+            key = rule.key(g, node)
+            later = [] if key is None else self._later(node, g.nodes[node.id + 1 :], names)
+            yield [n for n in later if rule.key(g, n) == key][: MAX_KEYED - 1]
+            return
+        for value in dict.fromkeys(node.inputs):
+            yield self._later(node, self.consumers.get(value, ()), names)
+
+    def _later(self, node: Node, among: Iterable[Node], names: frozenset[str]) -> list[Node]:
+        return [
+            n
+            for n in among
+            if n.id > node.id and n.prim.name in names and self._free(n) and _one_phase(node, n)
+        ]
+
+    def _with_followers(self, rule: Rule, group: tuple[Node, ...]) -> tuple[Node, ...]:
+        """The group with the readers of its results that follow it, in topological order."""
+        members = {n.id: n for n in group}
+        for node in group:
+            for reader in self._followers(node):
+                if reader.prim.name in rule.follow and _one_phase(node, reader):
+                    members[reader.id] = reader
+        return tuple(members[i] for i in sorted(members))
 
     def _closes_cycle(self, nodes: tuple[Node, ...]) -> bool:
         """Whether a path leaves the group and comes back, through single nodes and the groups made
@@ -213,15 +247,8 @@ def _next(rule: Rule, position: int) -> list[tuple[frozenset[str], int]]:
 
 
 def _one_phase(a: Node, b: Node) -> bool:
-    """Forward nodes group with forward nodes of the same recompute scope, recomputed with
-    recomputed, the rest together.
-    """
-    kinds = (Phase.FORWARD, Phase.RECOMPUTE)
-    return (
-        (a.phase in kinds) == (b.phase in kinds)
-        and (a.phase == b.phase or a.phase not in kinds)
-        and a.scope == b.scope
-    )
+    """Forward nodes group with forward nodes, what runs in backward with what does, each within a recompute scope."""
+    return a.phase.is_backward == b.phase.is_backward and a.scope == b.scope
 
 
 def make_call(
@@ -258,11 +285,16 @@ def choose(runs: str, call: Call) -> tuple[Kernel | None, list[tuple[str, str]]]
     return None, reasons
 
 
-def fuse(work: Work) -> None:
-    """Groups of the phase rules; forward and backward of a segment are matched together."""
+def groups_of(work: Work) -> list[Group]:
+    """The groups of the phase rules; forward and backward of a segment are matched together."""
     matcher = _Matcher(work, work.g.live(work.roots()))
     matcher.run()
-    work.groups = matcher.groups
+    return matcher.groups
+
+
+def fuse(work: Work) -> None:
+    """Group the nodes that become one step."""
+    work.groups = groups_of(work)
 
 
 def select(work: Work) -> None:

@@ -1,12 +1,19 @@
-"""remat: a saved value is dropped when cheap primitives rebuild it from values saved anyway.
+"""remat: a saved value is dropped when rebuilding it from values saved anyway costs nothing, or next to nothing.
 
+Moved data costs next to nothing: heads that are split, merged or rotated, the transposed FP8 copy of a dense value that
+is saved. What is computed (pointwise, sum: activations, the widest values of a layer) is rebuilt only in a step that
+backward runs anyway, next to its own gradient, and only if forward then need not write it; a pass of its own would cost
+more time than the bytes are worth, and `te.Recompute` is there to ask for it. Views and random masks are never saved.
 The rebuilt nodes run in phase recompute, with the same scale and seed (attention_contracts 15).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from te_ops.attrs import Attrs
+from te_ops.basic.pointwise import POINTWISE, SUM
+from te_ops.compiler.fuse import groups_of
 from te_ops.compiler.rewrite import Rewriter
 from te_ops.compiler.work import Work
 from te_ops.graph import (
@@ -22,6 +29,7 @@ from te_ops.graph import (
     Phase,
     Value,
 )
+from te_ops.quantizers import Float8CurrentScalingQuantizer
 
 MAX_NODES = 12
 ALWAYS = frozenset(
@@ -29,12 +37,35 @@ ALWAYS = frozenset(
 )  # there in backward whatever is saved
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """Values that are not saved, each with the nodes that rebuild it; `free`: whatever they cost."""
+
+    paths: dict[Value, frozenset[int]]
+    free: frozenset[Value]
+
+    @property
+    def cone(self) -> frozenset[int]:
+        """All nodes that are rebuilt."""
+        return frozenset().union(*self.paths.values())
+
+
 def remat(work: Work) -> None:
-    """Move what is cheap to rebuild from the saved set into phase recompute."""
-    rebuilt, cone = _choose(work)
-    if not rebuilt:
-        return
-    g = work.g
+    """Move what costs nothing to rebuild from the saved set into phase recompute."""
+    costly: set[Value] = set()
+    while (choice := _choose(work, costly)).paths:
+        rewriter, clones = _rebuild(work, choice)
+        new = rewriter.finish()
+        found = _costly(work, choice, rewriter, new, clones)
+        if not found:
+            work.replace_graph(new, rewriter.map)
+            return
+        costly |= found
+
+
+def _rebuild(work: Work, choice: _Choice) -> tuple[Rewriter, dict[int, int]]:
+    """The graph with these values rebuilt, and the new node of each rebuilt one."""
+    g, cone = work.g, choice.cone
     rewriter = Rewriter(g)
     clones: dict[Value, Value] = {}
 
@@ -45,6 +76,12 @@ def remat(work: Work) -> None:
         if value not in clones:
             inputs = tuple(clone(v) for v in node.inputs)
             twin = replace(node, phase=Phase.RECOMPUTE)
+            if isinstance(node.attrs.get("quantizer"), Float8CurrentScalingQuantizer):
+                inputs = (
+                    *inputs,
+                    rewriter.map[Value(node.id, 2)],
+                )  # the same amax, so the same scale
+                twin = replace(twin, attrs=Attrs({**node.attrs, "known": True}))
             kept = {v: rewriter.map[v] for v in _outs(g, node) if v in rewriter.map}
             outs = rewriter.copy(twin, inputs)
             rewriter.map.update(kept)
@@ -57,11 +94,38 @@ def remat(work: Work) -> None:
             continue
         if node.phase.is_backward and node.prim not in LEAVES:
             rewriter.copy(
-                node, tuple(clone(v) if v in rebuilt else rewriter.map[v] for v in node.inputs)
+                node,
+                tuple(clone(v) if v in choice.paths else rewriter.map[v] for v in node.inputs),
             )
         else:
             rewriter.copy(node)
-    work.replace_graph(rewriter.finish(), rewriter.map)
+    return rewriter, {value.node: twin.node for value, twin in clones.items()}
+
+
+def _costly(
+    work: Work, choice: _Choice, rewriter: Rewriter, new: Graph, clones: dict[int, int]
+) -> set[Value]:
+    """Dropped values with a rebuilding node outside the steps that backward runs anyway."""
+    if choice.paths.keys() <= choice.free:
+        return set()
+    trial = replace(work, notes=[])
+    trial.replace_graph(new, rewriter.map)
+    shared = {
+        node.id
+        for group in groups_of(trial)
+        if any(n.phase in (Phase.DGRAD, Phase.WGRAD) for n in group.nodes)
+        for node in group.nodes
+    }
+    return {
+        value
+        for value, path in choice.paths.items()
+        if value not in choice.free
+        and any(
+            clones[i] not in shared and work.g.nodes[i].prim.nature != "view"
+            for i in path
+            if i in clones
+        )
+    }
 
 
 def _outs(g: Graph, node: Node) -> tuple[Value, ...]:
@@ -84,40 +148,58 @@ def crossing(work: Work) -> list[Value]:
     return list(found)
 
 
-def _choose(work: Work) -> tuple[set[Value], set[int]]:
-    """Values that are not saved, and the nodes that rebuild them."""
+def _choose(work: Work, costly: set[Value]) -> _Choice:
+    """Values that are not saved, and the nodes that rebuild them; not those known to be costly."""
     g = work.g
     outputs = set(work.outputs)
     kept = {v for v in crossing(work) if not g.node(v).scope}
     pinned: set[Value] = set()
-    dropped: set[Value] = set()
-    cone: set[int] = set()
+    paths: dict[Value, frozenset[int]] = {}
+    free: set[Value] = set()
     for value in list(kept):  # a view keeps its base alive anyway: the base is what is saved, once
         base, views = _base(g, value)
         if views and value not in outputs:
             kept.add(base)
             pinned.add(base)
-            dropped.add(value)
-            cone |= views
+            paths[value] = frozenset(views)
+            free.add(value)
+    written = _read_in_forward(work)
     for value in sorted(kept, key=lambda v: (-g.spec(v).nbytes, v)):
         node = g.node(value)
         if (
-            value in dropped
+            value in paths
             or value in pinned
             or value in outputs
+            or value in costly
             or node.prim in LEAVES
             or not _is_cheap(node)
         ):
             continue
         path: set[int] = {node.id}
-        sources = _sources(g, node, kept - dropped - {value}, path)
+        sources = _sources(g, node, kept - paths.keys() - {value}, path)
         # From parameters alone: a weight's column copy is made with its row copy in one pass, so it is kept.
         # A random mask comes from the call's seed and a shape: nothing need be kept for it.
-        if sources is not None and (sources & kept or node.prim.nature == "random"):
-            dropped.add(value)
-            pinned |= sources
-            cone |= path
-    return dropped, cone
+        if sources is None or not (sources & kept or node.prim.nature == "random"):
+            continue
+        computed = any(g.nodes[i].prim in (POINTWISE, SUM) for i in path)
+        if computed and value in written:
+            continue
+        pinned |= sources
+        paths[value] = frozenset(path)
+        if not computed:
+            free.add(value)
+    return _Choice(paths, frozenset(free))
+
+
+def _read_in_forward(work: Work) -> set[Value]:
+    """What a forward node reads, and so what forward writes."""
+    alive = work.g.live(work.roots())
+    return {
+        value
+        for node in work.g.nodes
+        if alive[node.id] and node.phase is Phase.FORWARD
+        for value in node.inputs
+    }
 
 
 def _base(g: Graph, value: Value) -> tuple[Value, set[int]]:

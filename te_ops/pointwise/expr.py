@@ -20,7 +20,7 @@ from te_ops.errors import PlanError
 
 Part: TypeAlias = Literal["value", "gate", "linear"]
 Number: TypeAlias = int | float
-Operand: TypeAlias = "Expr | int | float"
+ExprLike: TypeAlias = "Expr | int | float"
 
 PARTS: tuple[Part, ...] = ("value", "gate", "linear")
 
@@ -57,7 +57,7 @@ class Expr:
     _key: str | None
 
     __interned__: ClassVar[bool] = True
-    build: ClassVar[Callable[[str, tuple[Operand, ...]], Expr]]
+    build: ClassVar[Callable[[str, tuple[ExprLike, ...]], Expr]]
 
     def __init__(self) -> None:
         raise PlanError(
@@ -98,28 +98,28 @@ class Expr:
     def __float__(self) -> float:
         raise PlanError("an expression is not a number: use te_ops.math instead of the math module")
 
-    def __add__(self, other: Operand) -> Expr:
+    def __add__(self, other: ExprLike) -> Expr:
         return Expr.build("add", (self, other))
 
-    def __radd__(self, other: Operand) -> Expr:
+    def __radd__(self, other: ExprLike) -> Expr:
         return Expr.build("add", (other, self))
 
-    def __sub__(self, other: Operand) -> Expr:
+    def __sub__(self, other: ExprLike) -> Expr:
         return Expr.build("sub", (self, other))
 
-    def __rsub__(self, other: Operand) -> Expr:
+    def __rsub__(self, other: ExprLike) -> Expr:
         return Expr.build("sub", (other, self))
 
-    def __mul__(self, other: Operand) -> Expr:
+    def __mul__(self, other: ExprLike) -> Expr:
         return Expr.build("mul", (self, other))
 
-    def __rmul__(self, other: Operand) -> Expr:
+    def __rmul__(self, other: ExprLike) -> Expr:
         return Expr.build("mul", (other, self))
 
-    def __truediv__(self, other: Operand) -> Expr:
+    def __truediv__(self, other: ExprLike) -> Expr:
         return Expr.build("div", (self, other))
 
-    def __rtruediv__(self, other: Operand) -> Expr:
+    def __rtruediv__(self, other: ExprLike) -> Expr:
         return Expr.build("div", (other, self))
 
     def __pow__(self, exponent: Number) -> Expr:
@@ -134,16 +134,16 @@ class Expr:
     def __abs__(self) -> Expr:
         return Expr.build("abs", (self,))
 
-    def __lt__(self, other: Operand) -> Expr:
+    def __lt__(self, other: ExprLike) -> Expr:
         return Expr.build("lt", (self, other))
 
-    def __le__(self, other: Operand) -> Expr:
+    def __le__(self, other: ExprLike) -> Expr:
         return Expr.build("le", (self, other))
 
-    def __gt__(self, other: Operand) -> Expr:
+    def __gt__(self, other: ExprLike) -> Expr:
         return Expr.build("gt", (self, other))
 
-    def __ge__(self, other: Operand) -> Expr:
+    def __ge__(self, other: ExprLike) -> Expr:
         return Expr.build("ge", (self, other))
 
     def __and__(self, other: Expr) -> Expr:
@@ -203,7 +203,7 @@ def restore(rows: tuple[_Row, ...]) -> Expr:
     return nodes[-1]
 
 
-def call(op: str, *args: Operand) -> Expr:
+def call(op: str, *args: ExprLike) -> Expr:
     """Operator `op` of `args`, checked and simplified."""
     return Expr.build(op, args)
 

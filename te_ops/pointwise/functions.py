@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from te_ops.pointwise.expr import Expr, Operand, call
+from te_ops.pointwise.expr import Expr, ExprLike, call
 
 
-def _unary(op: str, doc: str) -> Callable[[Operand], Expr]:
-    def function(x: Operand) -> Expr:
+def _unary(op: str, doc: str) -> Callable[[ExprLike], Expr]:
+    def function(x: ExprLike) -> Expr:
         return call(op, x)
 
     function.__name__ = function.__qualname__ = op
@@ -16,8 +16,8 @@ def _unary(op: str, doc: str) -> Callable[[Operand], Expr]:
     return function
 
 
-def _binary(op: str, doc: str) -> Callable[[Operand, Operand], Expr]:
-    def function(a: Operand, b: Operand) -> Expr:
+def _binary(op: str, doc: str) -> Callable[[ExprLike, ExprLike], Expr]:
+    def function(a: ExprLike, b: ExprLike) -> Expr:
         return call(op, a, b)
 
     function.__name__ = function.__qualname__ = op
@@ -55,23 +55,23 @@ eq = _binary("eq", "Mask: a equals b (`==` on expressions compares identity).")
 ne = _binary("ne", "Mask: a differs from b.")
 
 
-def abs(x: Operand) -> Expr:
+def abs(x: ExprLike) -> Expr:
     """|x|; its derivative is 0 at 0."""
     return call("abs", x)
 
 
-def pow(x: Operand, exponent: float) -> Expr:
+def pow(x: ExprLike, exponent: float) -> Expr:
     """x to an integer power, or to +-0.5."""
     return call("pow", x, exponent)
 
 
-def clamp(x: Operand, low: Operand | None = None, high: Operand | None = None) -> Expr:
+def clamp(x: ExprLike, low: ExprLike | None = None, high: ExprLike | None = None) -> Expr:
     """x limited to [low, high]; NaN stays; the gradient passes where low <= x <= high."""
     if low is not None:
         x = call("maximum", x, low)
     return call("add", x, -0.0) if high is None else call("minimum", x, high)
 
 
-def where(mask: Expr, a: Operand, b: Operand) -> Expr:
+def where(mask: Expr, a: ExprLike, b: ExprLike) -> Expr:
     """a where `mask` is true, else b; what is not selected never enters, not even as 0 * NaN."""
     return call("where", mask, a, b)

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 
 from te_ops.errors import PlanError
-from te_ops.pointwise.expr import FALSE, TRUE, Const, Expr, Operand, call, intern
+from te_ops.pointwise.expr import FALSE, TRUE, Const, Expr, ExprLike, call, intern
 from te_ops.pointwise.table import OPERATORS, Operator
 
 Rule: TypeAlias = Callable[..., Expr | None]
@@ -23,7 +23,7 @@ Rule: TypeAlias = Callable[..., Expr | None]
 COMMUTATIVE = frozenset({"add", "mul", "eq", "ne", "and", "or"})
 
 
-def build(op: str, args: tuple[Operand, ...]) -> Expr:
+def build(op: str, args: tuple[ExprLike, ...]) -> Expr:
     """Operator `op` of `args`, checked, folded and simplified.
 
     Raises:
@@ -47,7 +47,7 @@ def build(op: str, args: tuple[Operand, ...]) -> Expr:
     return intern(op, nodes, (), row.returns_mask) if simpler is None else simpler
 
 
-def _node(row: Operator, position: int, arg: Operand) -> Expr:
+def _node(row: Operator, position: int, arg: ExprLike) -> Expr:
     """`arg` as a node of the kind that argument `position` of `row` has."""
     wants_mask = position in row.masks
     if isinstance(arg, Expr):
@@ -100,7 +100,7 @@ def _is(node: Expr, value: float) -> bool:
     return node.is_const and node.payload.hex() == value.hex()
 
 
-def _power(base: Operand, exponent: Operand) -> Expr:
+def _power(base: ExprLike, exponent: ExprLike) -> Expr:
     """Integer powers by repeated squaring, and the powers +-1/2."""
     if isinstance(exponent, Expr) or not isinstance(exponent, int | float):
         raise PlanError(
@@ -114,8 +114,8 @@ def _power(base: Operand, exponent: Operand) -> Expr:
             f"te.math.exp({exponent} * te.math.log(x))"
         )
     n = abs(int(exponent))
-    result: Operand | None = None
-    factor: Operand = base
+    result: ExprLike | None = None
+    factor: ExprLike = base
     while n:
         if n & 1:
             result = factor if result is None else call("mul", result, factor)

@@ -66,9 +66,14 @@ template <> TE_DEVICE u32 raw<u8>(u8 x) { return x; }
 // How chunks lie: anywhere (elements are read one by one), all of them whole and aligned (`valid` is 0 or 8), or
 // aligned but for a last one that may be cut. Aligned: to 16 bytes (FP32, 16-bit) or 8 (bytes).
 constexpr int ANYWHERE = 0, WHOLE = 1, TAILED = 2;
+constexpr int PREFETCH = 3;  // not how they lie: into L2 only
 
 // The first `valid` elements from p on, zeros for the rest.
 template <class T, int ALIGNED> TE_DEVICE void load(const T* p, int valid, Chunk<T>& c) {
+  if constexpr (ALIGNED == PREFETCH) {
+    if (valid > 0) prefetch(p);
+    return;
+  }
   if (ALIGNED != ANYWHERE && valid >= 8) {
     if constexpr (sizeof(T) == 4) {
       u32 low[4], high[4];

@@ -5,9 +5,25 @@ Importing this touches no CUDA library.
 
 from __future__ import annotations
 
-from te_ops.backends.cuda import fused, norm, pointwise, quantize, reduce
+from te_ops.backends.cuda import (
+    bundle,
+    dequantize,
+    fused,
+    launch,
+    many,
+    norm,
+    norm_quantize,
+    pointwise,
+    quantize,
+    reduce,
+    state,
+    together,
+)
 from te_ops.backends.cuda.compile import missing
 from te_ops.registry import REGISTRY, ArchRange, Kernel
+from te_ops.runtime.bundle import BUNDLERS
+from te_ops.runtime.state import UPDATES
+from te_ops.runtime.tape import COPIES
 
 PRIORITY = 20
 
@@ -17,15 +33,34 @@ _TABLE = (
     ("reduce", reduce.refuse, reduce.bind),
     ("amax", quantize.refuse_amax, quantize.bind_amax),
     ("quantize", quantize.refuse, quantize.bind),
+    ("dequantize", dequantize.refuse, dequantize.bind),
     ("rmsnorm", norm.refuse_affine, norm.bind),
     ("layernorm", norm.refuse_affine, norm.bind),
     ("rmsnorm_backward", norm.refuse, norm.bind_backward),
     ("layernorm_backward", norm.refuse, norm.bind_backward),
     ("rmsnorm_dgamma", norm.refuse_dgamma, norm.bind_dgamma),
     ("layernorm_dgamma", norm.refuse_dgamma, norm.bind_dgamma),
-    ("norm_quantize", fused.refuse_norm_quantize, fused.bind_norm_quantize),
+    ("add_norm_quantize", norm_quantize.refuse, norm_quantize.bind),
+    ("norm_quantize", norm_quantize.refuse, norm_quantize.bind),
+    ("norm_quantize_rounded", norm_quantize.refuse, norm_quantize.bind),
+    ("norm_backward_sum", norm.refuse_group, norm.bind_backward),
+    ("norm_backward_together", norm.refuse_group, norm.bind_backward),
+    ("norm_backward_weights", norm.refuse_group, norm.bind_backward),
     ("pointwise_quantize", fused.refuse_pointwise_quantize, fused.bind_pointwise_quantize),
+    (
+        "pointwise_quantize_rounded",
+        fused.refuse_pointwise_quantize,
+        fused.bind_pointwise_quantize,
+    ),
     ("pointwise_reduce", fused.refuse_pointwise_reduce, fused.bind_pointwise_reduce),
+    ("pointwise_together", together.refuse_pointwise_together, together.bind_pointwise_together),
+    (
+        "pointwise_together_rounded",
+        together.refuse_pointwise_together,
+        together.bind_pointwise_together,
+    ),
+    ("quantize_together", many.refuse_quantize_together, many.bind_quantize_together),
+    ("reduce_quantize", together.refuse_reduce_quantize, together.bind_reduce_quantize),
 )
 
 KERNELS = tuple(
@@ -37,6 +72,7 @@ KERNELS = tuple(
         priority=PRIORITY,
         refuse=refuse,
         available=missing,
+        recorded=True,
     )
     for runs, refuse, bind in _TABLE
 )
@@ -47,6 +83,10 @@ def register() -> None:
     """Add the kernels; cheap, and safe to call again."""
     for kernel in KERNELS:
         REGISTRY.add(kernel, replace=True)
+    if missing() is None:
+        UPDATES["cuda"] = state.roll
+        COPIES["cuda"] = launch.clone
+        BUNDLERS.setdefault("cuda", bundle.Bundler())
 
 
 __all__ = ["KERNELS", "register"]

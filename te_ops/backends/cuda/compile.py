@@ -7,23 +7,17 @@ and the driver.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
 import hashlib
-import os
-import stat
-import tempfile
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from te_ops import config
 from te_ops.errors import PlanError
+from te_ops.runtime.disk import locked, own_folder, put
 
 OPTIONS = ("--std=c++17", "--fmad=true", "-default-device", "--diag-suppress=177")
 _DIGEST = 32
@@ -166,30 +160,7 @@ def cache_folder() -> Path | None:
     Raises:
         PlanError: the folder belongs to somebody else or others may write to it.
     """
-    text = config.text("CUDA_CACHE", "")
-    if text.lower() == "off":
-        return None
-    folder = Path(text).expanduser() if text else _default_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PlanError(
-            f"the kernel cache {folder} can be written by others (mode "
-            f"{stat.S_IMODE(found.st_mode):o}, owner "
-            f"{found.st_uid}); chmod 700 it, or set TE_OPS_CUDA_CACHE to a folder of your own, "
-            "or to off"
-        )
-    return folder
-
-
-def _default_folder() -> Path:
-    try:
-        home = Path.home()
-        if home.is_dir() and os.access(home, os.W_OK):
-            return home / ".cache" / "te_ops" / "cuda"
-    except RuntimeError:  # no home folder
-        pass
-    return Path(tempfile.gettempdir()) / f"te_ops-{os.getuid()}" / "cuda"
+    return own_folder("CUDA_CACHE", "cuda")
 
 
 def _from_disk(key: str, text: str, arch: str) -> bytes:
@@ -200,11 +171,11 @@ def _from_disk(key: str, text: str, arch: str) -> bytes:
     found = _read(path)
     if found is not None:
         return found
-    with _locked(folder / f"{key[:2]}.lock"):
+    with locked(folder / f"{key[:2]}.lock"):
         found = _read(path)  # another process may have made it meanwhile
         if found is None:
             found = compile_text(text, arch).code
-            _write(path, found)
+            put(path, hashlib.blake2b(found, digest_size=_DIGEST).digest() + found)
     return found
 
 
@@ -216,25 +187,6 @@ def _read(path: Path) -> bytes | None:
         return None
     digest, code = data[:_DIGEST], data[_DIGEST:]
     return code if hashlib.blake2b(code, digest_size=_DIGEST).digest() == digest else None
-
-
-def _write(path: Path, code: bytes) -> None:
-    """Put a file in place in one step, so that no reader ever sees a part of it."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.blake2b(code, digest_size=_DIGEST).digest() + code)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # closing the file releases the lock
 
 
 # -- NVRTC

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,32 +9,29 @@ from typing import Any
 
 import torch
 
-from te_ops.backends.cuda import launch
-from te_ops.backends.cuda.norm import centered, norm_kernel, slot
-from te_ops.backends.cuda.norm import refuse_affine as refuse_norm
 from te_ops.backends.cuda.pointwise import FAST, output_shape
 from te_ops.backends.cuda.quantize import (
-    Results,
-    Wanted,
+    BLOCKED,
+    is_known,
     make_run,
     refuse_quantizer,
     refuse_state,
+    state_place,
     wanted_of,
 )
 from te_ops.backends.cuda.reduce import column_sum, row_sum, whole_sum
 from te_ops.backends.cuda.source import (
     CTYPES,
-    INCLUDE,
     Source,
-    flag,
-    plain,
     pointwise_source,
     prepare,
     refuse_pointwise,
 )
+from te_ops.backends.cuda.wanted import Results
 from te_ops.errors import PlanError
 from te_ops.graph import Node, Value
 from te_ops.pointwise import Fn, compose, merge_inputs
+from te_ops.quantizers import Float8CurrentScalingQuantizer
 from te_ops.registry import Call, Launch
 
 # -- chains of pointwise nodes as one function
@@ -88,7 +84,8 @@ def _merged(
     return Chain(fn, tuple(k[0] for k in unique), tuple(k[1] for k in unique), interleave, dtype)
 
 
-def _refuse_chain(call: Call, chain: Chain | str) -> str | None:
+def refuse_chain(call: Call, chain: Chain | str) -> str | None:
+    """Why a chain's text is not compiled, or None."""
     if isinstance(chain, str):
         return chain
     if "full" not in chain.kinds:
@@ -104,7 +101,7 @@ def _source(call: Call, chain: Chain, fast: bool) -> Source:
     )
 
 
-def _rounds(call: Call, node: Node, written: bool, dtype: torch.dtype) -> torch.dtype | None:
+def rounding(call: Call, written: bool, dtype: torch.dtype) -> torch.dtype | None:
     """What an inner value is rounded to (rounding contract): its dtype if it is written or the rule
     is exact, else nothing."""
     exact = call.rule is not None and call.rule.exact
@@ -120,14 +117,24 @@ def refuse_pointwise_quantize(call: Call) -> str | None:
     if last.inputs[0] != nodes[-1].out:
         return "the pointwise output is not what is quantized"
     chain = compose_chain(call, nodes)
-    reason = _refuse_chain(call, chain)
+    reason = refuse_chain(call, chain)
     if reason is not None or isinstance(chain, str):
         return reason
     source = _source(call, chain, False)
     if source.scattered or (source.outs == 2 and source.block != source.width):
         return f"an interleave of {source.block} columns"
+    rounds = rounding(call, nodes[-1].out in call.writes, chain.dtype)
+    waits = isinstance(last.quantizer, Float8CurrentScalingQuantizer) and not is_known(last)
+    kept = isinstance(last.quantizer, BLOCKED) and len(nodes) == 1
+    if call.rule is not None and call.rule.exact:
+        if not (waits or kept):
+            return "no value is read again"
+        if len(nodes) > 1:
+            return "values inside the chain are not rounded"
+    elif kept and rounds is None:
+        return "a block's values wait for its scale as they would be written: rounded"
     return refuse_state(call, last) or refuse_quantizer(
-        last.quantizer, source.width, source.outs, fused=True
+        last.quantizer, source.width, source.outs, fused=waits and rounds is None
     )
 
 
@@ -138,11 +145,11 @@ def bind_pointwise_quantize(call: Call) -> Launch:
     assert isinstance(chain, Chain)
     dense = nodes[-1].out in call.writes
     source = _source(call, chain, True)
-    rounds = _rounds(call, nodes[-1], dense, chain.dtype)
+    rounds = rounding(call, dense, chain.dtype)
     wanted = wanted_of(call, last, chain.dtype if dense else None, rounds)
-    run = make_run(source, last.quantizer, wanted, call.arch)
+    run = make_run(source, last.quantizer, wanted, call.arch, known=is_known(last))
     order = tuple(call.reads.index(v) for v in chain.values)
-    state = call.reads.index(last.inputs[1]) if last.quantizer.stateful else None
+    state = state_place(call, last)
     full = chain.kinds.index("full")
     emit = _emitter(call, {nodes[-1].out: "dense"}, last)
 
@@ -172,61 +179,6 @@ def _emitter(call: Call, names: dict[Value, str], quantize: Node) -> Any:
     return emit
 
 
-# -- norm + quantize
-
-
-def refuse_norm_quantize(call: Call) -> str | None:
-    """As for the norm and the quantizer."""
-    norm, last = call.nodes
-    if last.inputs[0] != norm.out:
-        return "the normalised value is not what is quantized"
-    reason = refuse_norm(call) or refuse_state(call, last)
-    return reason or refuse_quantizer(last.quantizer, 0, 1, fused=True)
-
-
-def bind_norm_quantize(call: Call) -> Launch:
-    """Statistics, then values, row and column copies and amax."""
-    norm, last = call.nodes
-    x_spec, gamma_spec = call.spec(norm.inputs[0]), call.spec(norm.inputs[1])
-    width, dtype, center = int(x_spec.shape[-1]), x_spec.dtype, centered(norm)
-    statistics, shape_of = norm_kernel(
-        plain(dtype, width), norm, dtype, gamma_spec.dtype, call.arch
-    )
-    outs = tuple(Value(norm.id, i) for i in range(2 + center))
-    # The group's reference rounds y if any output of the norm is written, the statistics too.
-    rounds = _rounds(call, norm, any(v in call.writes for v in outs), dtype)
-    wanted = wanted_of(call, last, dtype if outs[0] in call.writes else None, rounds)
-    source = normalised_source(norm, call)
-    run = make_run(source, last.quantizer, wanted, call.arch)
-    order = tuple(call.reads.index(v) for v in norm.inputs)
-    state = call.reads.index(last.inputs[1]) if last.quantizer.stateful else None
-    emit = _emitter(call, dict(zip(outs, ("dense", "rstd", "mean"), strict=False)), last)
-
-    def launched(*reads: torch.Tensor) -> Any:
-        x, gamma, *rest = (launch.ready(reads[i]) for i in order)
-        beta = rest[0] if center else None
-        rstd = launch.empty(x.shape[:-1], torch.float32, x.device)
-        mean = launch.empty(x.shape[:-1], torch.float32, x.device) if center else None
-        rows = math.prod(x.shape[:-1])
-        if rows:
-            pointers = (x, width, gamma, beta, None, None, rstd, mean)
-            statistics(x.device, -(-rows // shape_of.rows), *map(slot, pointers), rows, width)
-        slots = [*map(slot, (x, gamma, beta, rstd, mean)), width]
-        made = run(slots, tuple(x.shape), x.device, None if state is None else reads[state])
-        return emit(made, {"rstd": rstd, "mean": mean})
-
-    return launched
-
-
-def normalised_source(norm: Node, call: Call) -> Source:
-    """The output of a norm from its statistics."""
-    x, gamma = (call.spec(v) for v in norm.inputs[:2])
-    width = int(x.shape[-1])
-    flags = f"{flag(centered(norm))}, {flag(norm.zero_centered)}"
-    ctype = f"te::Normalised<{CTYPES[x.dtype]}, {CTYPES[gamma.dtype]}, {flags}>"
-    return Source(INCLUDE, ctype, 1, width, 6, lambda xs: [], width % 8 == 0)
-
-
 # -- pointwise + reduce
 
 
@@ -236,7 +188,7 @@ def refuse_pointwise_reduce(call: Call) -> str | None:
     if reduce.inputs[0] != node.out or node.out in call.writes:
         return "the pointwise value is read elsewhere"
     chain = compose_chain(call, (node,))
-    reason = _refuse_chain(call, chain)
+    reason = refuse_chain(call, chain)
     if reason is not None or isinstance(chain, str):
         return reason
     if reduce.dtype not in CTYPES:
@@ -275,8 +227,6 @@ def bind_pointwise_reduce(call: Call) -> Launch:
 
 
 __all__ = [
-    "Wanted",
-    "bind_norm_quantize",
     "bind_pointwise_quantize",
     "bind_pointwise_reduce",
     "compose_chain",

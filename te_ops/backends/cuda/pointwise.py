@@ -53,20 +53,19 @@ def elementwise_launch(
     source: Source, order: Sequence[int], broadcast: Sequence[str], dtype: torch.dtype, arch: str
 ) -> Launch:
     """Write the outputs of a source to a new tensor."""
-    unroll = 4 if source.in_bytes <= 2 else 2 if source.in_bytes <= 6 else 1
     flags = f"{access(source)}, {flag(source.scattered)}, {flag(source.flat)}"
     head = (
         f"{source.head}struct Parameters {{ {source.ctype} source; {CTYPES[dtype]}* y; "
         "te::i64 rows; te::PairLayout at; };\n"
     )
     body = (
-        f"te::pointwise<{source.ctype}, {CTYPES[dtype]}, {flags}, {THREADS}, {unroll}>"
+        f"te::pointwise<{source.ctype}, {CTYPES[dtype]}, {flags}, {THREADS}>"
         "(p.source, p.y, p.rows, p.at);"
     )
     text = launch.text_of(name="pointwise", head=head, body=body, threads=THREADS)
     function = launch.build("pointwise", text, arch, THREADS, source.count + 4)
     full = next(i for i, kind in enumerate(broadcast) if kind == "full")
-    per_block, flat, outs = THREADS * unroll, source.flat, source.outs
+    flat, outs = source.flat, source.outs
     block = source.block or source.width
 
     def run(*reads: torch.Tensor) -> torch.Tensor:
@@ -83,7 +82,7 @@ def elementwise_launch(
         slots = source.slots(xs)
         function(
             x.device,
-            -(-chunks // per_block),
+            -(-chunks // THREADS),
             *slots,
             y.data_ptr(),
             rows,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +44,8 @@ class Source:
         aligned: whether every row is made of whole chunks of eight columns.
         flat: whether the tensors may be seen as one row, whose last chunk may be cut.
         scattered: whether eight columns of a pair are not contiguous.
-        in_bytes: bytes read an element, for the choice of how many chunks a thread has in flight.
+        in_bytes: bytes read an element.
+        computes: False for a tensor as it is.
     """
 
     head: str
@@ -58,6 +59,7 @@ class Source:
     scattered: bool = False
     block: int = 0
     in_bytes: int = 2
+    computes: bool = True
 
 
 INCLUDE = "#include <kernels/sources.cuh>\n"
@@ -76,6 +78,7 @@ def plain(dtype: torch.dtype, width: int) -> Source:
         width % 8 == 0,
         True,
         in_bytes=dtype.itemsize,
+        computes=False,
     )
 
 
@@ -108,29 +111,61 @@ def pointwise_source(
 ) -> Source:
     """The `Source` of a function. `fast`: approximate exp, tanh and sigmoid, for results that are
     rounded to BF16 or FP8."""
+    return joined_source(
+        (Placed(fn, tuple(range(len(specs)))),), specs, broadcast, interleave, fast=fast
+    )
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A function, and where each of its inputs stands among the operands of a source."""
+
+    fn: Fn
+    places: tuple[int, ...]
+
+    def operand(self, leaf: Expr) -> tuple[int, str]:
+        """The operand and the part of it that a leaf of the function is."""
+        index, part = leaf.payload
+        return self.places[index], part
+
+
+def joined_source(
+    functions: Sequence[Placed],
+    specs: Sequence[Spec],
+    broadcast: Sequence[str],
+    interleave: int | None,
+    *,
+    fast: bool,
+) -> Source:
+    """The `Source` of several functions over the same operands, whose outputs come one after the other.
+
+    All of them have the same width; an operand is read once, whatever reads it.
+    """
+    kinds = {
+        place: kind for f in functions for place, kind in zip(f.places, f.fn.inputs, strict=True)
+    }
     full = next(i for i, kind in enumerate(broadcast) if kind == "full")
     last = int(specs[full].shape[-1]) if specs[full].shape else 1
-    width = last // 2 if fn.inputs[full] == "pair" else last
-    paired = "pair" in fn.inputs or len(fn.out) == 2
+    width = last // 2 if kinds[full] == "pair" else last
+    paired = "pair" in kinds.values() or any(len(f.fn.out) == 2 for f in functions)
     block = interleave or width
-    used = [i for i, u in enumerate(fn.used) if u]
-    slots = _slots(used, broadcast, width, block)
-    count = len(used) + sum(broadcast[i] == "scalar" for i in used) + 2
-    text = _Struct(fn, specs, broadcast)
-    head = INCLUDE + prelude("cuda", fast=fast) + lower(fn, "cuda") + text.define()
+    text = _Struct(functions, kinds, specs, broadcast)
+    used = text.used
+    lowered = dict.fromkeys(lower(f.fn, "cuda") for f in functions)
+    head = INCLUDE + prelude("cuda", fast=fast) + "".join(lowered) + text.define()
     return Source(
         head=head,
         ctype="PointwiseSource",
-        outs=len(fn.out),
+        outs=text.outs,
         width=width,
-        count=count,
-        slots=slots,
+        count=len(used) + sum(broadcast[i] == "scalar" for i in used) + 2,
+        slots=_slots(used, broadcast, width, block),
         aligned=width % 8 == 0 and block % 8 == 0,
         flat=not paired and all(kind in ("full", "scalar") for kind in broadcast),
         scattered=paired and block != width and block % 8 != 0,
         block=block,
         in_bytes=sum(
-            specs[i].dtype.itemsize * (1 + (fn.inputs[i] == "pair"))
+            specs[i].dtype.itemsize * (1 + (kinds[i] == "pair"))
             for i in used
             if broadcast[i] == "full"
         ),
@@ -166,21 +201,31 @@ def _bits(value: float) -> int:
 
 
 class _Struct:
-    """Writes the C++ struct of a function's operands."""
+    """Writes the C++ struct of the operands of functions."""
 
-    def __init__(self, fn: Fn, specs: Sequence[Spec], broadcast: Sequence[str]) -> None:
-        self.fn = fn
+    def __init__(
+        self,
+        functions: Sequence[Placed],
+        inputs: Mapping[int, str],
+        specs: Sequence[Spec],
+        broadcast: Sequence[str],
+    ) -> None:
+        self.functions = functions
+        self.inputs = inputs
         self.kinds = broadcast
-        self.used = [i for i, used in enumerate(fn.used) if used]
+        leaves = {f.operand(leaf) for f in functions for leaf in f.fn.leaves}
+        self.leaves = sorted(leaves)
+        self.used = sorted({index for index, _ in leaves})
         self.ctypes = {i: {**CTYPES, **BYTE_CTYPES}[specs[i].dtype] for i in self.used}
+        self.outs = sum(len(f.fn.out) for f in functions)
 
     def define(self) -> str:
         pointers = "".join(self._pointer(i) for i in self.used)
-        regs = "".join(self._held(leaf) for leaf in self.fn.leaves if self._by_row(leaf))
-        cols = "".join(self._held(leaf) for leaf in self.fn.leaves if not self._by_row(leaf))
-        load_cols = "".join(self._load(leaf) for leaf in self.fn.leaves if not self._by_row(leaf))
-        load = "".join(self._load(leaf) for leaf in self.fn.leaves if self._by_row(leaf))
-        outs = len(self.fn.out)
+        regs = "".join(self._held(leaf) for leaf in self.leaves if self._by_row(leaf))
+        cols = "".join(self._held(leaf) for leaf in self.leaves if not self._by_row(leaf))
+        load_cols = "".join(self._load(leaf) for leaf in self.leaves if not self._by_row(leaf))
+        load = "".join(self._load(leaf) for leaf in self.leaves if self._by_row(leaf))
+        outs = self.outs
         return (
             f"struct PointwiseSource {{\n  static constexpr int outs = {outs};\n"
             f"  static constexpr bool computes = true;\n{pointers}"
@@ -196,26 +241,26 @@ class _Struct:
             f"{self._eval()}  }}\n}};\n"
         )
 
-    def _by_row(self, leaf: Expr) -> bool:
-        return self.kinds[leaf.payload[0]] in ("full", "col")
+    def _by_row(self, leaf: tuple[int, str]) -> bool:
+        return self.kinds[leaf[0]] in ("full", "col")
 
     def _pointer(self, i: int) -> str:
         value = f"  te::u64 v{i};\n" if self.kinds[i] == "scalar" else ""
         return f"  const {self.ctypes[i]}* x{i};\n{value}"
 
-    def _name(self, leaf: Expr) -> str:
-        index, part = leaf.payload
+    def _name(self, leaf: tuple[int, str]) -> str:
+        index, part = leaf
         return f"x{index}" if part == "value" else f"x{index}_{part}"
 
-    def _held(self, leaf: Expr) -> str:
-        index = leaf.payload[0]
+    def _held(self, leaf: tuple[int, str]) -> str:
+        index = leaf[0]
         whole = self.kinds[index] in ("full", "row")
         return (
             f"    {f'te::Chunk<{self.ctypes[index]}>' if whole else 'float'} {self._name(leaf)};\n"
         )
 
-    def _load(self, leaf: Expr) -> str:
-        index, part = leaf.payload
+    def _load(self, leaf: tuple[int, str]) -> str:
+        index, part = leaf
         name, kind, ctype = self._name(leaf), self.kinds[index], self.ctypes[index]
         if kind == "scalar":
             given = f"te::float_of((te::u32)v{index})"
@@ -234,22 +279,32 @@ class _Struct:
         )
 
     def _eval(self) -> str:
-        lines, arguments = [], []
-        for i, kind in enumerate(self.fn.inputs):
+        lines = []
+        for leaf in self.leaves:
+            if self.kinds[leaf[0]] in ("full", "row"):
+                holder, name = "r" if self._by_row(leaf) else "c", self._name(leaf)
+                ctype = self.ctypes[leaf[0]]
+                lines.append(
+                    f"    float {name}[8];\n    te::unpack<{ctype}>({holder}.{name}, {name});\n"
+                )
+        calls, first = [], 0
+        for placed in self.functions:
+            outs = [f"y[{first + k}][i]" for k in range(len(placed.fn.out))]
+            first += len(outs)
+            calls.append(f"{symbol(placed.fn)}({', '.join([*self._arguments(placed), *outs])});")
+        loop = " ".join(calls)
+        return "".join(lines) + f"#pragma unroll\n    for (int i = 0; i < 8; ++i) {{ {loop} }}\n"
+
+    def _arguments(self, placed: Placed) -> list[str]:
+        """What a function is called with, for column i."""
+        arguments = []
+        for place, kind in zip(placed.places, placed.fn.inputs, strict=True):
             for part in ("value",) if kind == "value" else ("gate", "linear"):
-                leaf = next((x for x in self.fn.leaves if x.payload == (i, part)), None)
-                if leaf is None:  # not read
+                leaf = (place, part)
+                if leaf not in self.leaves:  # not read
                     arguments.append("0.0f")
-                    continue
-                name, holder = self._name(leaf), "r" if self._by_row(leaf) else "c"
-                if self.kinds[i] in ("full", "row"):
-                    ctype = self.ctypes[i]
-                    lines.append(
-                        f"    float {name}[8];\n    te::unpack<{ctype}>({holder}.{name}, {name});\n"
-                    )
-                    arguments.append(f"{name}[i]")
+                elif self.kinds[place] in ("full", "row"):
+                    arguments.append(f"{self._name(leaf)}[i]")
                 else:
-                    arguments.append(f"{holder}.{name}")
-        outs = [f"y[{k}][i]" for k in range(len(self.fn.out))]
-        call = f"{symbol(self.fn)}({', '.join([*arguments, *outs])});"
-        return "".join(lines) + f"#pragma unroll\n    for (int i = 0; i < 8; ++i) {call}\n"
+                    arguments.append(f"{'r' if self._by_row(leaf) else 'c'}.{self._name(leaf)}")
+        return arguments

@@ -45,3 +45,10 @@ def run(inputs: Inputs, call: Call, bind: Callable[[Call], Any]) -> tuple[Any, .
     launched = bind(call)
     made = launched(*(inputs.tensors[v] for v in call.reads))
     return made if len(call.writes) > 1 else (made,)
+
+
+def dense_strides(x: torch.Tensor) -> bool:
+    """Contiguous; scales may also be transposed, or have rows filled up to 16 bytes: as the library reads them."""
+    if x.is_contiguous():
+        return True
+    return x.dim() == 2 and (x.t().is_contiguous() or x.stride() == (-(-x.shape[1] // 4) * 4, 1))

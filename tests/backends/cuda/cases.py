@@ -32,7 +32,7 @@ from te_ops.quantizers import (
     Record,
 )
 from te_ops.registry import Call, Rule
-from tests.backends.cuda.calls import Inputs, make_call
+from tests.backends.cuda.calls import Inputs, dense_strides, make_call
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -316,6 +316,10 @@ def _norm_quantize(layer: bool, quantizer: Quantizer, dense: bool) -> Case:
 def _pointwise_quantize(name: str, grad: bool, quantizer: Quantizer, dense: bool) -> Case:
     fn = activations[name]().grad(0) if grad else activations[name]()
     rule = Rule("pointwise_quantize", ("pointwise*", "pointwise", "quantize"))
+    if isinstance(
+        quantizer, Float8BlockQuantizer | MXFP8Quantizer
+    ):  # their values are kept rounded
+        rule = Rule("pointwise_quantize_rounded", ("pointwise", "quantize"), exact=True)
 
     def make(draw: Draw, shape: tuple[int, ...]) -> Group:
         inputs = Inputs()
@@ -335,9 +339,7 @@ def _pointwise_quantize(name: str, grad: bool, quantizer: Quantizer, dense: bool
         state = [inputs(draw((1,), FP32).abs() + 0.5)] if quantizer.stateful else []
         quantized = inputs.g.calls(QUANTIZE, y, *state, quantizer=quantizer, stream=0)
         writes = (*((y,) if dense else ()), *quantized)
-        return Group(
-            "pointwise_quantize", inputs, (node, inputs.g.nodes[-1]), writes, rule, codes=2.0
-        )
+        return Group(rule.name, inputs, (node, inputs.g.nodes[-1]), writes, rule, codes=2.0)
 
     label = f"pointwise_quantize-{'d' if grad else ''}{name}-{quantizer.describe()}"
     label += "-dense" if dense else ""
@@ -561,9 +563,9 @@ def _records(a: Record, b: Record, where: str, codes: float) -> list[str]:
     for name in ("usage", "shape", "quantizer"):
         if getattr(a, name) != getattr(b, name):
             found.append(f"{where}.{name}: {getattr(a, name)} instead of {getattr(b, name)}")
-    for name in ("data", "scale_inv"):
+    for name in ("data", "scale_inv") + ("amax",) * (b.amax is not None):
         x, y = getattr(a, name), getattr(b, name)
-        if x.shape != y.shape or x.dtype is not y.dtype or not x.is_contiguous():
+        if x.shape != y.shape or x.dtype is not y.dtype or not dense_strides(x):
             found.append(
                 f"{where}.{name}: {x.dtype} {tuple(x.shape)} instead of {y.dtype} {tuple(y.shape)}"
             )

@@ -10,19 +10,25 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import re
 import shutil
 import struct
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from te_ops.backends.cuda import compile as compiler
 from te_ops.backends.cuda import launch
+from te_ops.runtime.tape import Prepared, recorder
 
 HOST = Path(__file__).parent / "host"
 FOLDER = Path(tempfile.gettempdir()) / "te_ops-host-kernels"
+# A kernel's shared memory is its own, though another's has the same name.
+FLAGS = ("-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique")
 TANH = 'asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));'
 
 
@@ -34,14 +40,22 @@ def compiler_path() -> str | None:
 @functools.cache
 def shared_library(name: str, text: str) -> ctypes.CDLL:
     """The text compiled for the host, with a function that runs a grid of it."""
+    found = re.search(r"__cluster_dims__\((\d+)", text)
+    cluster = found[1] if found else "1"
     run = (
-        f'extern "C" void te_host_run(long long grid, int threads, const Parameters* p) {{\n'
-        f"  te::run_blocks(grid, threads, [&] {{ {launch.KERNEL}_{name}(*p); }});\n}}\n"
+        'extern "C" void te_host_run(long long grid, int threads, int shared, const Parameters* p) {\n'
+        f"  te::run_blocks(grid, threads, shared, {cluster}, "
+        f"[&] {{ {launch.KERNEL}_{name}(*p); }});\n}}\n"
     )
     source = "#include <te_ops/machine.cuh>\n" + text.replace(TANH, "y = tanhf(x);") + run
     root = compiler.source_root()
     key = hashlib.blake2b(
-        (source + compiler.source_hash() + (HOST / "te_ops/machine.cuh").read_text()).encode(),
+        (
+            source
+            + compiler.source_hash()
+            + (HOST / "te_ops/machine.cuh").read_text()
+            + " ".join(FLAGS)
+        ).encode(),
         digest_size=16,
     ).hexdigest()
     FOLDER.mkdir(mode=0o700, exist_ok=True)
@@ -52,7 +66,7 @@ def shared_library(name: str, text: str) -> ctypes.CDLL:
             file.write_text(source)
             command = [
                 "g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-w",
-                "-ffp-contract=off", "-fno-strict-aliasing",
+                *FLAGS,
                 f"-I{HOST}", f"-I{root / 'include'}", f"-I{root}", str(file), "-o", str(made),
             ]  # fmt: skip
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -66,17 +80,74 @@ def build(
 ) -> launch.Function:
     """In place of `launch.build`."""
     run = shared_library(name, text).te_host_run
-    run.argtypes = [ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p]
+    run.argtypes = [ctypes.c_longlong, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
 
-    def function(device: torch.device, grid: int, *values: int) -> None:
+    return Emulated(run, threads, slots, shared)
+
+
+@dataclass(eq=False)
+class Emulated:
+    """A kernel of the host build; it reports to the recorder as `launch.Loaded` does."""
+
+    run: Any
+    threads: int
+    slots: int
+    shared: int
+
+    def __call__(self, device: torch.device, grid: int, *values: int) -> None:
         assert grid > 0
-        assert len(values) == slots
-        packed = struct.pack(f"={slots}q", *values)
-        run(grid, threads, ctypes.c_char_p(packed))
+        assert len(values) == self.slots
+        packed = struct.pack(f"={self.slots}q", *values)
+        self.run(grid, self.threads, self.shared, ctypes.c_char_p(packed))
+        if (tape := recorder()) is not None:
+            tape.launched(Grid(self, grid), values)
 
-    return function
+    def blocks(self, grid: int) -> Grid:
+        return Grid(self, grid)
 
 
-def zero_word(x: torch.Tensor) -> None:
+@dataclass(frozen=True)
+class Grid:
+    kernel: Emulated
+    blocks: int
+    clears: bool = False
+
+    def prepare(self, words: memoryview, address: int) -> Prepared:
+        kernel = self.kernel
+        assert len(words) == kernel.slots
+        return lambda stream: kernel.run(self.blocks, kernel.threads, kernel.shared, address)
+
+
+@dataclass(frozen=True)
+class Clear:
+    clears: bool = True
+
+    def prepare(self, words: memoryview, address: int) -> Prepared:
+        return lambda stream: ctypes.memset(words[0], 0, 4 * words[1])
+
+
+class Copy:
+    """words[2] bytes at words[1] go to words[0], on the host."""
+
+    clears = False
+
+    def prepare(self, words: memoryview, address: int) -> Any:
+        """See `te_ops.runtime.tape.Issue`."""
+        return lambda stream: ctypes.memmove(words[0], words[1], words[2])
+
+
+def clone(x: torch.Tensor) -> torch.Tensor:
+    """In place of `launch.clone`."""
+    made = torch.empty(x.shape, dtype=x.dtype)
+    words = (made.data_ptr(), x.data_ptr(), x.nbytes)
+    ctypes.memmove(*words)
+    if (tape := recorder()) is not None:
+        tape.launched(Copy(), words)
+    return made
+
+
+def zero_word(x: torch.Tensor, count: int = 1) -> None:
     """In place of `launch.zero_word`."""
-    x.view(-1).view(torch.uint8)[:4] = 0
+    ctypes.memset(x.data_ptr(), 0, 4 * count)
+    if (tape := recorder()) is not None:
+        tape.launched(Clear(), (x.data_ptr(), count))

@@ -11,6 +11,7 @@ from te_ops.backends.cuda import KERNELS
 from te_ops.basic.norm import LAYERNORM, RMSNORM
 from te_ops.basic.pointwise import POINTWISE, REDUCE, SUM
 from te_ops.basic.quantize import QUANTIZE
+from te_ops.fused.pointwise import RULES
 from te_ops.pointwise import Fn, Input, activations
 from te_ops.quantizers import (
     Float8BlockQuantizer,
@@ -22,6 +23,8 @@ from te_ops.registry import Rule
 from tests.backends.cuda.calls import Inputs, make_call
 
 BF16, FP64 = torch.bfloat16, torch.float64
+E5M2 = torch.float8_e5m2
+RULE = {rule.name: rule for rule in RULES}
 BY_NAME = {k.runs: k for k in KERNELS}
 
 
@@ -29,7 +32,8 @@ def reason(runs: str, inputs: Inputs, nodes: int = 1, writes: Any = None) -> str
     members = inputs.g.nodes[-nodes:]
     last = members[-1]
     wanted = writes or tuple(last.outs)
-    return BY_NAME[runs].refuse(make_call(inputs, members, wanted, rule=Rule(runs, ("a", "b"))))
+    rule = Rule(runs, ("a", "b"), exact=runs.endswith("_rounded"))
+    return BY_NAME[runs].refuse(make_call(inputs, members, wanted, rule=rule))
 
 
 def emit(
@@ -74,7 +78,7 @@ def test_reduce_of_fp64() -> None:
 @pytest.mark.parametrize(
     ("quantizer", "x", "text"),
     [
-        (NVFP4Quantizer(), torch.zeros(4, 8), "no kernel for nvfp4"),
+        (NVFP4Quantizer(row_scaled=True), torch.zeros(4, 8), "no kernel for NVFP4 with row_scaled"),
         (Float8CurrentScalingQuantizer(), torch.zeros(4, 8, dtype=FP64), "not torch.float64"),
     ],
 )
@@ -124,7 +128,8 @@ def test_blocks_that_would_span_both_halves() -> None:
     x, dy = torch.zeros(4, 2 * 96, dtype=BF16), torch.zeros(4, 96, dtype=BF16)
     y = emit(inputs, activations["swiglu"]().grad(0), x, dy)
     inputs.g.calls(QUANTIZE, y, quantizer=Float8BlockQuantizer(), stream=0)
-    assert "halves of 96 columns" in str(reason("pointwise_quantize", inputs, 2))
+    assert "halves of 96 columns" in str(reason("pointwise_quantize_rounded", inputs, 2))
+    assert "rounded" in str(reason("pointwise_quantize", inputs, 2))
 
 
 def test_an_interleaved_output() -> None:
@@ -149,3 +154,95 @@ def test_a_chain_whose_inner_value_is_read() -> None:
     outs = tuple(inputs.g.nodes[-1].outs)
     assert "read elsewhere" in str(reason("pointwise_quantize", inputs, 3, (z, *outs)))
     assert reason("pointwise_quantize", inputs, 3, outs) is None
+
+
+def backward_group(
+    *, quantizers: tuple[Any, Any], interleave: int | None = None, over: str = "rows"
+) -> tuple[Inputs, list[Any]]:
+    """swiglu and its gradient, each quantized, and a sum of the gradient."""
+    inputs = Inputs()
+    pair, dy = inputs(torch.zeros(4, 256, dtype=BF16)), inputs(torch.zeros(4, 128, dtype=BF16))
+    fn = activations["swiglu"]()
+    made = [
+        inputs.g.call(
+            POINTWISE, *xs, fn=f, dtype=BF16, broadcast=("full",) * len(xs), interleave=interleave
+        )
+        for f, xs in ((fn, (pair,)), (fn.grad(0), (pair, dy)))
+    ]
+    outs: list[Any] = []
+    for value, quantizer in zip(made, quantizers, strict=True):
+        state = [inputs(torch.ones(1))] if quantizer.stateful else []
+        outs += inputs.g.calls(QUANTIZE, value, *state, quantizer=quantizer, stream=0)
+    outs.append(inputs.g.call(REDUCE, made[1], over=over, dtype=BF16))
+    return inputs, outs
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "text"),
+    [
+        ("pointwise_together", {}, None),
+        ("pointwise_together", {"over": "cols"}, "a sum over cols"),
+        ("pointwise_together", {"interleave": 32}, "an interleave of 32"),
+        ("pointwise_together", {"quantizers": (Float8BlockQuantizer(),) * 2}, "has other tiles"),
+        (
+            "pointwise_together",
+            {"quantizers": (Float8CurrentScalingQuantizer(),) * 2},
+            "this rule does not round",
+        ),
+        (
+            "pointwise_together_rounded",
+            {"quantizers": (Float8CurrentScalingQuantizer(),) * 2},
+            None,
+        ),
+        ("pointwise_together_rounded", {}, "no value is read again"),
+    ],
+)
+def test_values_together(rule: str, options: dict[str, Any], text: str | None) -> None:
+    inputs, outs = backward_group(**{"quantizers": (Float8Quantizer(),) * 2, **options})
+    members = [n for n in inputs.g.nodes if n.prim in (POINTWISE, QUANTIZE, REDUCE)]
+    call = make_call(inputs, members, outs, rule=RULE[rule])
+    found = BY_NAME[rule].refuse(call)
+    assert (found is None) if text is None else (text in str(found))
+
+
+def test_values_of_different_tensors() -> None:
+    inputs = Inputs()
+    outs = [emit(inputs, activations["gelu"](), torch.zeros(4, 8, dtype=BF16)) for _ in range(2)]
+    members = [n for n in inputs.g.nodes if n.prim is POINTWISE]
+    call = make_call(inputs, members, outs, rule=RULE["pointwise_together"])
+    found = BY_NAME["pointwise_together"].refuse(call)
+    assert "share no tensor" in str(found)
+
+
+def quantized(*given: tuple[Any, torch.Tensor]) -> tuple[Inputs, list[Any]]:
+    inputs = Inputs()
+    outs = []
+    for quantizer, x in given:
+        value = inputs(x)
+        state = [inputs(torch.ones(1))] if quantizer.stateful else []
+        outs.append(inputs.g.calls(QUANTIZE, value, *state, quantizer=quantizer, stream=0))
+    return inputs, outs
+
+
+def test_tensors_in_one_launch() -> None:
+    x, delayed = torch.zeros(4, 8, dtype=BF16), Float8Quantizer()
+    kernel = BY_NAME["quantize_together"]
+
+    def found(given: list[tuple[Any, torch.Tensor]], pick: slice = slice(0, 2)) -> str:
+        inputs, outs = quantized(*given)
+        members = [n for n in inputs.g.nodes if n.prim is QUANTIZE]
+        wanted = [o for made in outs for o in made[pick]]
+        return str(
+            kernel.refuse(make_call(inputs, members, wanted, rule=RULE["quantize_together"]))
+        )
+
+    assert found([(delayed, x)] * 2) == "None"
+    assert "up to 16" in found([(delayed, x)] * 17)
+    assert "formats or dtypes differ" in found([(delayed, x), (Float8Quantizer(E5M2), x)])
+    assert "formats or dtypes differ" in found([(delayed, x), (delayed, x.float())])
+    assert "one by one" in found([(Float8BlockQuantizer(), x)] * 2)
+    assert "not torch.float64" in found([(delayed, x.double())] * 2)
+    inputs, outs = quantized((delayed, x), (delayed, x))
+    members = [n for n in inputs.g.nodes if n.prim is QUANTIZE]
+    call = make_call(inputs, members, (outs[0][0], outs[1][1]), rule=RULE["quantize_together"])
+    assert "different copies" in str(kernel.refuse(call))

@@ -1,4 +1,5 @@
-// The host build's side of te_ops/machine.cuh: every GPU thread is a fiber, blocks run one after another.
+// The host build's side of te_ops/machine.cuh: every GPU thread is a fiber; clusters (of one block, if none are
+// asked for) run one after another. TE_SHARED is one for all blocks, so kernels of clusters use dynamic_shared.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -11,6 +12,7 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define TE_DEVICE inline
 #define TE_SHARED static
 #define TE_FP8_INSTRUCTIONS 0
@@ -28,9 +30,16 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+// What threads wait at.
+struct Gate {
+  int arrived = 0, generation = 0;
+};
 struct Host {
-  int threads = 0, current = 0, arrived = 0, generation = 0;
-  i64 grid = 0, block = 0;
+  int threads = 0, current = 0, cluster = 1, shared = 0;  // threads of a block; the running fiber of the cluster
+  i64 grid = 0, first = 0;                                // blocks; the cluster's first
+  Gate together;
+  std::vector<Gate> gates, groups;  // of each block, and of sixteen groups in each
+  std::vector<std::vector<u64>> memory;
   std::vector<ucontext_t> contexts;
   std::vector<char> done;
   std::vector<int> warp_arrived, warp_generation;
@@ -40,18 +49,47 @@ struct Host {
 inline Host host;
 
 inline void yield() { swapcontext(&host.contexts[host.current], &host.main); }
-inline int thread() { return host.current; }
-inline i64 block() { return host.block; }
+inline int thread() { return host.current % host.threads; }
+inline int cluster_rank() { return host.current / host.threads; }
+inline i64 block() { return host.first + cluster_rank(); }
 inline i64 blocks() { return host.grid; }
 
-inline void barrier() {
-  const int generation = host.generation;
-  if (++host.arrived == host.threads) {
-    host.arrived = 0;
-    ++host.generation;
+inline void wait_at(Gate& gate, int count) {
+  const int generation = gate.generation;
+  if (++gate.arrived == count) {
+    gate.arrived = 0;
+    ++gate.generation;
   } else {
-    while (host.generation == generation) yield();
+    while (gate.generation == generation) yield();
   }
+}
+inline void barrier() { wait_at(host.gates[cluster_rank()], host.threads); }
+inline void group_barrier(int id, int threads) {
+  if (id < 1 || id > 15 || threads % 32) __builtin_trap();
+  wait_at(host.groups[16 * cluster_rank() + id], threads);
+}
+inline u8* dynamic_shared() { return (u8*)host.memory[cluster_rank()].data(); }
+// A mailbox: bytes on their way (the low half, signed), whether they are expected, rounds.
+inline void settle(u64* mailbox, int bytes, bool arrive) {
+  int* words = (int*)mailbox;
+  words[0] += bytes;
+  const int rounds = words[1] / 2, waiting = arrive ? 1 : words[1] % 2;
+  if (arrive && words[1] % 2) __builtin_trap();
+  words[1] = waiting && words[0] == 0 ? 2 * (rounds + 1) : 2 * rounds + waiting;
+}
+inline void open_mailbox(u64* mailbox) { *mailbox = 0; }
+inline void wait_for_mailboxes() { wait_at(host.together, host.threads * host.cluster); }
+inline void mailboxes_opened() {}
+inline void expect(u64* mailbox, int bytes) { settle(mailbox, bytes, true); }
+inline void send_to(int rank, float* own, u64* mailbox, float x) {
+  const i64 offset = (u8*)own - dynamic_shared(), box = (u8*)mailbox - dynamic_shared();
+  if (rank >= host.cluster || offset < 0 || offset + 4 > host.shared || box < 0 || box + 8 > host.shared || box % 8)
+    __builtin_trap();
+  std::memcpy((u8*)host.memory[rank].data() + offset, &x, 4);
+  settle((u64*)((u8*)host.memory[rank].data() + box), -4, false);
+}
+inline void wait_for_mail(u64* mailbox, int round) {
+  while (((int*)mailbox)[1] / 2 % 2 == round) yield();
 }
 inline void warp_barrier() {
   const int w = host.current / 32, generation = host.warp_generation[w];
@@ -65,6 +103,7 @@ inline void warp_barrier() {
 
 inline u32 bits_of(float x) { u32 y; std::memcpy(&y, &x, 4); return y; }
 inline float float_of(u32 x) { float y; std::memcpy(&y, &x, 4); return y; }
+inline void forget(i64&) {}
 inline u32 byte_perm(u32 a, u32 b, u32 selector) {
   const u64 both = ((u64)b << 32) | a;
   u32 y = 0;
@@ -77,10 +116,32 @@ inline float sub(float a, float b) { return a - b; }
 inline float div(float a, float b) { return a / b; }
 inline int nearest_int(float a) { return (int)std::nearbyint(a); }
 inline float sqrt_rn(float a) { return std::sqrt(a); }
+inline float fma(float a, float b, float c) { return std::fmaf(a, b, c); }
+inline float inverse_sqrt(float a) { return 1.0f / std::sqrt(a); }
+inline float add_down(float a, float b) {  // for a position in E2M1 and 1.5 * 2^23
+  return (float)(std::floor((double)a) + (double)b);
+}
+inline float min_number(float a, float b) { return std::fmin(a, b); }
+inline float max_number(float a, float b) { return std::fmax(a, b); }
 inline float max_abs(float m, float x) {
   if (m != m || x != x) return float_of(0x7fffffffu);
   return m > std::fabs(x) ? m : std::fabs(x);
 }
+
+inline void renew(u32&) {}
+inline void renew(i64&) {}
+inline u32 max_magnitude(u32 m, u32 x, u32 infinity) {
+  u32 y = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    const u32 a = (m >> shift) & 0x7fffu, b = (x >> shift) & 0x7fffu, most = a > b ? a : b;
+    y |= (most > infinity ? 0x7fffu : most) << shift;
+  }
+  return y;
+}
+inline u32 max_magnitude_bf16x2(u32 m, u32 x) { return max_magnitude(m, x, 0x7f80u); }
+inline u32 max_magnitude_f16x2(u32 m, u32 x) { return max_magnitude(m, x, 0x7c00u); }
+inline u32 larger_bf16x2(u32 m, u32 x) { return max_magnitude_bf16x2(m, x); }
+inline u32 larger_f16x2(u32 m, u32 x) { return max_magnitude_f16x2(m, x); }
 
 template <int N> inline void read_words(const void* p, u32 (&w)[N]) {
   if ((uintptr_t)p % sizeof(w)) __builtin_trap();
@@ -88,6 +149,18 @@ template <int N> inline void read_words(const void* p, u32 (&w)[N]) {
 }
 inline void read(const void* p, u32 (&w)[4]) { read_words(p, w); }
 inline void read(const void* p, u32 (&w)[2]) { read_words(p, w); }
+inline void read_again(const void* p, u32 (&w)[4]) { read_words(p, w); }
+inline void read_shared(const void* p, u32 (&w)[4]) { read_words(p, w); }
+inline void copy_async(void* to, const void* from, bool exists) {
+  const i64 offset = (u8*)to - dynamic_shared();
+  if (offset < 0 || offset + 16 > host.shared || offset % 16 || (exists && (uintptr_t)from % 16)) __builtin_trap();
+  if (exists)
+    std::memcpy(to, from, 16);
+  else
+    std::memset(to, 0, 16);
+}
+inline void commit_copies() {}
+template <int N> inline void wait_copies() {}
 template <int N> inline void write_words(void* p, const u32 (&w)[N]) {
   if ((uintptr_t)p % sizeof(w)) __builtin_trap();
   std::memcpy(p, w, sizeof(w));
@@ -95,6 +168,9 @@ template <int N> inline void write_words(void* p, const u32 (&w)[N]) {
 inline void write(void* p, const u32 (&w)[4]) { write_words(p, w); }
 inline void write(void* p, const u32 (&w)[2]) { write_words(p, w); }
 
+inline void write_shared(void* p, const u32 (&w)[4]) { write_words(p, w); }
+inline void write_shared(void* p, const u32 (&w)[2]) { write_words(p, w); }
+inline void prefetch(const void* p) { static volatile char seen; seen = *(const volatile char*)p; }  // it must exist
 inline float widen_f16(u16 x) { _Float16 y; std::memcpy(&y, &x, 2); return (float)y; }
 inline u32 bits_bf16(float x) {
   u32 u = bits_of(x);
@@ -113,6 +189,13 @@ inline u32 exchange(u32 x, int mask) {
   return y;
 }
 inline float exchange(float x, int mask) { return float_of(exchange(bits_of(x), mask)); }
+inline float from_lane(float x, int lane) {
+  host.slots[host.current] = bits_of(x);
+  warp_barrier();
+  const float y = float_of(host.slots[host.current / 32 * 32 + lane]);
+  warp_barrier();
+  return y;
+}
 inline u32 warp_max(u32 x) {
   for (int mask = 16; mask > 0; mask /= 2) {
     const u32 other = exchange(x, mask);
@@ -131,22 +214,29 @@ template <class Body> struct Runner {
   }
 };
 
-template <class Body> void run_blocks(i64 grid, int threads, const Body& body) {
+template <class Body> void run_blocks(i64 grid, int threads, int shared, int cluster, const Body& body) {
   constexpr size_t STACK = 65536;
   static std::vector<char> stacks;
-  stacks.resize(STACK * threads);
+  const int fibers = threads * cluster;
+  stacks.resize(STACK * fibers);
   Runner<Body>::body = &body;
   host.threads = threads;
+  host.cluster = cluster;
+  host.shared = shared;
   host.grid = grid;
-  host.contexts.resize(threads);
-  host.slots.resize(threads);
-  for (i64 b = 0; b < grid; ++b) {
-    host.block = b;
-    host.arrived = 0;
-    host.done.assign(threads, 0);
-    host.warp_arrived.assign(threads / 32, 0);
-    host.warp_generation.assign(threads / 32, 0);
-    for (int t = 0; t < threads; ++t) {
+  host.contexts.resize(fibers);
+  host.slots.resize(fibers);
+  if (grid % cluster) __builtin_trap();
+  for (i64 b = 0; b < grid; b += cluster) {
+    host.first = b;
+    host.together = Gate();
+    host.gates.assign(cluster, Gate());
+    host.groups.assign(16 * cluster, Gate());
+    host.memory.assign(cluster, std::vector<u64>((shared + 7) / 8 + 2, 0x7fc00000ffffffffull));
+    host.done.assign(fibers, 0);
+    host.warp_arrived.assign(fibers / 32, 0);
+    host.warp_generation.assign(fibers / 32, 0);
+    for (int t = 0; t < fibers; ++t) {
       ucontext_t& c = host.contexts[t];
       getcontext(&c);
       c.uc_stack.ss_sp = stacks.data() + STACK * t;
@@ -154,9 +244,9 @@ template <class Body> void run_blocks(i64 grid, int threads, const Body& body) {
       c.uc_link = &host.main;
       makecontext(&c, (void (*)())Runner<Body>::enter, 0);
     }
-    for (int left = threads; left > 0;) {
+    for (int left = fibers; left > 0;) {
       left = 0;
-      for (int t = 0; t < threads; ++t) {
+      for (int t = 0; t < fibers; ++t) {
         if (host.done[t]) continue;
         ++left;
         host.current = t;
