@@ -6,6 +6,7 @@
    error of the FP32 reference in the same dtype.
 2. times: the three GEMMs of the four linears of a Llama-8B layer; arms run interleaved, medians.
 3. odd extents: what filling up costs. 4. host: microseconds to issue a call.
+5. algorithms: every candidate of cuBLASLt, and of the best ones a table as the package ships it (--table).
 
 A failure is kept as text in the JSON and does not stop the rest.
 """
@@ -25,7 +26,8 @@ from typing import Any
 import torch
 
 import te_ops as te
-from te_ops.backends.cublas import KERNELS
+from te_ops.backends.cublas import DIRECT, KERNELS, lt
+from te_ops.backends.cublas.choices import Trial
 from te_ops.backends.cublas.scaled import tile_scale, vector_scale
 from te_ops.basic.gemm import GEMM
 from te_ops.basic.pointwise import cast, pointwise
@@ -34,6 +36,7 @@ from te_ops.pointwise import activations
 from te_ops.quantizers import Quantizer, Record, Usage
 from te_ops.registry import Call, Kernel, Rule
 from te_ops.runtime.cache import arch_of
+from te_ops.runtime.tune import measured
 
 Run = Callable[[], Any]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -118,11 +121,12 @@ def problem(
     return Call(tuple(nodes), tuple(values), (nodes[-1].out,), specs, *where, 16, rule)
 
 
-def bound(call: Call, pair: str) -> Callable[..., torch.Tensor]:
-    """The launch of the kernel that the pair is for."""
-    kernel: Kernel = EMULATED if "emulated" in pair else NATIVE
+def bound(call: Call, pair: str, *, direct: bool = False) -> Callable[..., torch.Tensor]:
+    """The launch of the kernel that the pair is for, through torch or cuBLASLt itself."""
+    single, fused = DIRECT[:2] if direct else (NATIVE, FUSED)
+    kernel: Kernel = EMULATED if "emulated" in pair else single
     if len(call.nodes) > 1:
-        kernel = FUSED
+        kernel = fused
     reason = kernel.reason(call)
     if reason is not None:
         raise RuntimeError(f"refused: {reason}")
@@ -149,7 +153,7 @@ def check(case: dict[str, Any], device: str, arch: str) -> dict[str, Any]:
         expected = expected + xs[2].double()
         reference = (reference.float() + xs[2].float()).to(dtype)
     call = problem(xs, layout, arch, then=then, accumulation=case.get("accumulation", "split"))
-    y = bound(call, pair)(*xs)
+    y = bound(call, pair, direct=case["way"] == "cublaslt")(*xs)
     ours, theirs = _norm(y, expected), _norm(reference, expected)
     return {
         "error": ours,
@@ -162,7 +166,15 @@ def check(case: dict[str, Any], device: str, arch: str) -> dict[str, Any]:
 
 
 def cases() -> Iterator[dict[str, Any]]:
-    """What is checked."""
+    """What is checked, through torch and, where its bindings are there, through cuBLASLt itself."""
+    for way in ("torch", "cublaslt") if lt.missing() is None else ("torch",):
+        for case in problems():
+            if way == "torch" or "emulated" not in case["pair"]:
+                yield case | {"way": way}
+
+
+def problems() -> Iterator[dict[str, Any]]:
+    """Formats, layouts and awkward extents."""
     inner = ((256, 512), (1, 256), (130, 272))
     for pair in PAIRS:
         for layout in USAGES:
@@ -309,6 +321,9 @@ def arm_pair(recipe: str, which: int, spec: Any, device: str, arch: str) -> dict
         f"{recipe} te_ops": partial(launch, *xs),
         f"{recipe} torch": plain(xs, layout, accumulation),
     }
+    if lt.missing() is None:
+        direct = bound(problem(xs, layout, arch, accumulation=accumulation), pair, direct=True)
+        arms[f"{recipe} cublaslt"] = partial(direct, *xs)
     if recipe == "block":  # as a quantize kernel could write them
         turned = [
             x.with_tensors([x.data, vector_scale(x.scale_inv, 0)])
@@ -370,11 +385,13 @@ def host(device: str, arch: str) -> list[dict[str, Any]]:
             "te_ops": partial(launch, *xs),
             "torch": plain(xs, "nt", "split"),
         }
+        if lt.missing() is None:
+            arms["cublaslt"] = partial(bound(problem(xs, "nt", arch), pair, direct=True), *xs)
         row: dict[str, Any] = {"pair": pair}
         for name, run in arms.items():
             row[name] = statistics.median(_issue(run, device) for _ in range(5))
         made.append(row)
-        print(f"{pair:16} issue: te_ops {row['te_ops']:.1f} us, torch {row['torch']:.1f} us")
+        print(f"{pair:16} issue: " + ", ".join(f"{n} {row[n]:.1f} us" for n in arms))
     return made
 
 
@@ -389,6 +406,54 @@ def _issue(run: Run, device: str, calls: int = 200) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return spent
+
+
+# -- 5. algorithms
+
+FP8_SCALES = {
+    "tensor": ("tensor", "tensor"),
+    "block": ("1x128", "128x128"),
+    "block wgrad": ("1x128", "1x128"),
+}
+
+
+def products(tokens: int) -> Iterator[lt.Product]:
+    """The GEMMs of the linears as plans ask for them, weight gradients also added in FP32."""
+    for out, inner in LINEARS.values():
+        for role, (layout, (m, n, k), _) in gemms(tokens, out, inner).items():
+            wgrad, extents = role == "wgrad", {"m": m, "n": n, "k": k}
+            gradient = E4M3 if role == "fprop" else E5M2
+            block = FP8_SCALES["block wgrad" if wgrad else "block"]
+            fp8 = {"b": E4M3, "scales": FP8_SCALES["tensor"], "fast": role == "fprop"}
+            for d, add in ((BF16, False), (FP32, True)) if wgrad else ((BF16, False),):
+                to = {**extents, "d": d, "accumulate": add}
+                yield lt.Product(a=BF16, b=BF16, a_k=not wgrad, b_k=layout == "nt", **to)
+                yield lt.Product(a=gradient, **fp8, **to)
+                yield lt.Product(a=E4M3, b=E4M3, scales=block, **to)
+
+
+def algorithms(tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """Every candidate of these products, timed; "choice" where another than the first is better."""
+    made: list[dict[str, Any]] = []
+    for product in products(tokens):
+        tuned = measured(Trial(0, product), rounds)
+        if tuned is None or tuned.first is None:
+            continue
+        row = {"where": tuned.where, "key": tuned.key, "us": tuned.first, "best us": tuned.best}
+        if tuned.best != tuned.first:
+            row["choice"] = tuned.choice
+        made.append(row)
+        print(tuned)
+    return made
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """As te_ops/backends/cublas/measured.json holds it."""
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if "choice" in row:
+            found.setdefault(row["where"], {})[row["key"]] = row["choice"]
+    return json.dumps(found, indent=1, sort_keys=True) + "\n"
 
 
 # -- program
@@ -410,6 +475,7 @@ def main(arguments: list[str]) -> int:
     """Run every part; write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
+    parser.add_argument("--table", type=Path, help="where the table of the best algorithms goes")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args(arguments)
@@ -427,6 +493,10 @@ def main(arguments: list[str]) -> int:
     section(report, "times", lambda: times(options.tokens, device, arch, options.rounds))
     section(report, "odd", lambda: odd(device, arch, options.rounds))
     section(report, "host", lambda: host(device, arch))
+    if lt.missing() is None:
+        section(report, "algorithms", lambda: algorithms(options.tokens, options.rounds))
+        if options.table is not None:
+            options.table.write_text(table(report["algorithms"]))
     print(report["seconds"])
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from te_ops.basic.arguments import empty, number, positive_int
+from te_ops.basic.arguments import empty, flag, number, positive_int
 from te_ops.basic.bias import emit_bias
-from te_ops.basic.pointwise import cast
-from te_ops.graph import Graph, Node, Spec, Value, gradient, prim, require
+from te_ops.basic.pointwise import cast, pointwise
+from te_ops.basic.unsupported import refuse_others
+from te_ops.errors import PlanError
+from te_ops.graph import Graph, Node, Spec, Value, gradient, prim, require, same
 from te_ops.op import Op
+from te_ops.pointwise import activations
 
 # (layout, backward?) -> role and usage of each operand; a usage is read along the contracted dimension.
 _ROLES = {
@@ -51,9 +55,11 @@ def GEMM(
 ) -> torch.Tensor:
     """nt: a b^T; nn: a b; tn: a^T b over all leading dimensions. Records are dequantized and multiplied in FP32.
 
-    `accumulation` ("fast" or "split") says how FP8 tensor cores sum; FP32 arithmetic needs no such choice.
+    A result wider than dense operands is not rounded to their dtype before. `accumulation` ("fast" or "split") says how
+    FP8 tensor cores sum; FP32 arithmetic needs no such choice.
     """
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+    dense = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    if not dense or dtype.itemsize > a.dtype.itemsize:
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         a = a.to(wide) if isinstance(a, torch.Tensor) else a.dequantize(wide)
         b = b.to(wide) if isinstance(b, torch.Tensor) else b.dequantize(wide)
@@ -79,15 +85,49 @@ def _gemm_gradient(g: Graph, node: Node, dy: Value) -> tuple[Value, Value]:
     )
 
 
+@prim("accumulate", nature="effect", differentiable=False, infer=same)
+def ACCUMULATE(total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Adds `part` to `total` in place, in the wider of the two dtypes, and returns `total`.
+
+    An effect: equal nodes are two additions. The next addition to the same tensor reads this one's result, which
+    orders them; whatever else reads `total` in between is wrong.
+    """
+    return total.add_(part)
+
+
+def _one_dtype(dtype: torch.dtype | None, params_dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype under either of its names.
+
+    Raises:
+        PlanError: the two differ.
+    """
+    if dtype is not None and params_dtype not in (None, dtype):
+        raise PlanError(f"Linear: dtype is {dtype}, params_dtype {params_dtype}; give one of them")
+    return dtype or params_dtype
+
+
 class Linear(Op):
     """y = x W^T + b with W [out_features, in_features]; computes in the autocast dtype, else the weight's.
 
     Under `te.autocast` the recipe quantizes input, weight and output gradient of its three GEMMs.
 
+    Args:
+        init_std: the weight is N(0, init_std), and uniform(-1/sqrt(in), 1/sqrt(in)) if None.
+        init_method: fills the weight in place instead.
+        params_dtype: Transformer Engine's name of `dtype`.
+        accumulate_into_main_grad: the weight's gradient is added to `weight.main_grad` in the GEMM that makes it,
+            and `weight.grad` stays None. `main_grad` is a tensor of the weight's shape in FP32 or BF16 that the
+            caller makes before the first forward, and zeroes at the start of a step.
+        fuse_wgrad_accumulation: the name of the same in Transformer Engine's modules.
+        return_bias: returns x W^T, and as an extra output the bias, which is not added.
+        others: further keywords of Transformer Engine's module, which may only ask for nothing (`tp_size=1`).
+
     Raises:
         ShapeError: a size that is no int of at least 1, or an input without `in_features` features.
-        PlanError: a bad `init_std` or dtype.
+        PlanError: a bad `init_std` or dtype, `return_bias` without a bias, or a keyword of what is not supported yet.
     """
+
+    return_bias = False
 
     def __init__(
         self,
@@ -98,8 +138,17 @@ class Linear(Op):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         init_std: float | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        params_dtype: torch.dtype | None = None,
+        accumulate_into_main_grad: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        return_bias: bool = False,
+        **others: Any,
     ) -> None:
         super().__init__()
+        refuse_others("Linear", others)
+        dtype = _one_dtype(dtype, params_dtype)
+        self.accumulate_into_main_grad = bool(accumulate_into_main_grad or fuse_wgrad_accumulation)
         self.in_features = positive_int("Linear", "in_features", in_features)
         self.out_features = positive_int("Linear", "out_features", out_features)
         self.init_std = (
@@ -107,8 +156,14 @@ class Linear(Op):
         )
         self.weight = empty("Linear", (self.out_features, self.in_features), device, dtype)
         self.bias = empty("Linear", (self.out_features,), device, dtype) if bias else None
+        self.return_bias = flag("Linear", "return_bias", return_bias)
+        if self.return_bias and not bias:
+            raise PlanError("Linear: return_bias needs bias=True")
         if not self.weight.is_meta:
             self.reset_parameters()
+            if init_method is not None:
+                with torch.no_grad():
+                    init_method(self.weight)
 
     def reset_parameters(self) -> None:
         """Uniform(-1/sqrt(in), 1/sqrt(in)) for the weight (normal if `init_std`), zeros for the bias."""
@@ -125,15 +180,26 @@ class Linear(Op):
         """input, weight and grad_output of its GEMMs."""
         return dict.fromkeys(("input", "weight", "grad_output"), "gemm")
 
-    def emit(self, g: Graph, x: Value) -> Value:
-        """gemm + bias."""
+    def main_grads(self) -> tuple[str, ...]:
+        """The weight, if its gradient is accumulated elsewhere."""
+        return ("weight",) if self.accumulate_into_main_grad else ()
+
+    @property
+    def num_extra_outputs(self) -> int:  # type: ignore[override]
+        """The bias, if it is returned."""
+        return int(self.return_bias)
+
+    def emit(self, g: Graph, x: Value) -> Any:
+        """gemm + bias; with `return_bias` the gemm, and a copy of the bias in the dtype of the result."""
         dtype = g.autocast_dtype or self.weight.dtype
         w = cast(g, g.param(self.weight), dtype)
         y = g.call(GEMM, cast(g, x, dtype), w, layout="nt", dtype=dtype)
+        if self.return_bias and self.bias is not None:
+            return y, pointwise(g, activations["identity"](), g.param(self.bias), dtype=dtype)
         return y if self.bias is None else emit_bias(g, y, g.param(self.bias))
 
     def extra_repr(self) -> str:
         """Shown by print(module)."""
-        return f"{self.in_features} -> {self.out_features}" + (
-            "" if self.bias is not None else ", bias=False"
-        )
+        more = "" if self.bias is not None else ", bias=False"
+        more += ", accumulate_into_main_grad=True" if self.accumulate_into_main_grad else ""
+        return f"{self.in_features} -> {self.out_features}{more}"

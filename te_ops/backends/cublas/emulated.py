@@ -15,6 +15,8 @@ from torch import Tensor
 
 from te_ops.backends.cublas.dense import bind_dense, matrix
 from te_ops.backends.cublas.problem import Problem
+from te_ops.basic.quantize import DEQUANTIZE
+from te_ops.compiler.single import launch_of
 from te_ops.graph import Spec
 from te_ops.registry import Launch
 
@@ -30,23 +32,25 @@ _HELD: dict[str, Callable[[Any], bool]] = {
 
 
 def refuse_emulated(problem: Problem) -> str | None:
-    """None if a BF16 product stands for the quantized one: operands and result are BF16."""
+    """None if a BF16 product stands for the quantized one: operands are BF16, and the result or FP32."""
     if problem.a.kind.name == problem.b.kind.name == "dense":
         return "nothing here is quantized"
-    for dtype in (problem.a.dtype, problem.b.dtype, problem.dtype):
+    for dtype in (problem.a.dtype, problem.b.dtype):
         if dtype is not torch.bfloat16:
-            return f"only BF16 operands and results are emulated in BF16, not {dtype}"
+            return f"only BF16 operands are emulated in BF16, not {dtype}"
+    if problem.dtype not in (torch.bfloat16, torch.float32):
+        return f"a BF16 product has a BF16 or FP32 result, not {problem.dtype}"
     return None
 
 
 def bind_emulated(problem: Problem) -> Launch:
     """`launch(a, b)` over records, or a record and a dense tensor, with any number of rows."""
     multiply, layout = bind_dense(problem), problem.layout
-    held = _held(problem.a), _held(problem.b)
+    decode = tuple(_decoder(spec, problem) for spec in (problem.a, problem.b))
     along = (0 if layout == "tn" else -1), (-1 if layout == "nt" else 0)
 
     def launch(a: Any, b: Any) -> Tensor:
-        left, right = _parts(a, held[0]), _parts(b, held[1])
+        left, right = decode[0](a), decode[1](b)
         if layout == "tn":
             left, right = [matrix(x) for x in left], [matrix(x) for x in right]
         pairs = [(x, w) for i, x in enumerate(left) for w in right[: 2 - i]]
@@ -71,12 +75,16 @@ def _joined(factors: tuple[Tensor, ...], dim: int) -> Tensor:
     return factors[0] if len(factors) == 1 else torch.cat(factors, dim)
 
 
-def _parts(x: Any, held: bool) -> list[Tensor]:
-    """BF16 tensors whose sum x is: itself, or high and low."""
-    if isinstance(x, Tensor):
-        return [x]
-    if held:
-        return [x.dequantize(torch.bfloat16)]
-    wide = x.dequantize(torch.float32)
+def _decoder(spec: Spec, problem: Problem) -> Callable[[Any], list[Tensor]]:
+    """From an operand to BF16 tensors whose sum it is: itself, its values, or high and low."""
+    if spec.kind.name == "dense":
+        return lambda x: [x]
+    held = _held(spec)
+    dtype = torch.bfloat16 if held else torch.float32
+    values = launch_of(DEQUANTIZE, (spec,), problem.device, problem.arch, dtype=dtype)
+    return (lambda x: [values(x)]) if held else (lambda x: _high_and_low(values(x)))
+
+
+def _high_and_low(wide: Tensor) -> list[Tensor]:
     high = wide.clamp(-_LARGEST, _LARGEST).bfloat16()  # finite, so that high + low is never NaN
     return [high, wide.sub_(high).bfloat16()]

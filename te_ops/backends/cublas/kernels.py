@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+
+from te_ops.backends.cublas import lt
 from te_ops.backends.cublas.dense import bind_dense, refuse_dense
+from te_ops.backends.cublas.direct import bind_direct, refuse_direct
 from te_ops.backends.cublas.emulated import bind_emulated, refuse_emulated
 from te_ops.backends.cublas.problem import Problem, problem_of
 from te_ops.backends.cublas.scaled import bind_blocks, bind_tensorwise, refuse_blocks, refuse_scaled
@@ -52,16 +57,57 @@ def _native(problem: Problem) -> _Family | str:
     return _FAMILIES.get(pair) or f"the library is given no {pair[0]} x {pair[1]} product"
 
 
+def _direct(problem: Problem) -> _Family | str:
+    """The same family through cuBLASLt itself; what that does not take goes the way of the family."""
+    family = _native(problem)
+    if isinstance(family, str):
+        return family
+    native = family
+
+    def refuse(problem: Problem) -> str | None:
+        return native.refuse(problem) or refuse_direct(problem)
+
+    def bind(problem: Problem) -> Launch:
+        pair = (_scaling(problem.a), _scaling(problem.b))
+        scales = ("", "") if pair == ("dense", "dense") else pair
+        return bind_direct(problem, scales, _added(native.bind, problem))
+
+    return _Family(family.arch, refuse, bind)
+
+
+def _added(bind: Callable[[Problem], Launch], problem: Problem) -> Launch:
+    """The family's launch; where the product is added to a tensor, it is made in FP32, and torch adds it."""
+    if not problem.accumulate:
+        return bind(problem)
+    launch = bind(replace(problem, dtype=torch.float32, accumulate=False))
+
+    def add(a: Any, b: Any, total: Any) -> Any:
+        return total.add_(launch(a, b))
+
+    return add
+
+
 def _emulated(_: Problem) -> _Family | str:
     return _EMULATED
 
 
-def _kernel(
-    runs: str, name: str, family_of: Callable[[Problem], _Family | str], priority: int
-) -> Kernel:
+@dataclass(frozen=True)
+class _Way:
+    """A way to multiply: through torch or through the library itself."""
+
+    family_of: Callable[[Problem], _Family | str]
+    priority: int
+    available: Callable[[], str | None] = lambda: None
+    recorded: bool = False
+
+
+_TORCH, _LT = _Way(_native, 10), _Way(_direct, 12, lambda: lt.missing(), recorded=True)
+
+
+def _kernel(runs: str, name: str, way: _Way) -> Kernel:
     def refuse(call: Call) -> str | None:
         problem = problem_of(call)
-        family = problem if isinstance(problem, str) else family_of(problem)
+        family = problem if isinstance(problem, str) else way.family_of(problem)
         if isinstance(problem, str) or isinstance(family, str):
             return str(family)
         return family.arch.refuse(call.arch) or family.refuse(problem)
@@ -69,11 +115,20 @@ def _kernel(
     def bind(call: Call) -> Launch:
         problem = problem_of(call)
         assert isinstance(problem, Problem)
-        family = family_of(problem)
+        family = way.family_of(problem)
         assert isinstance(family, _Family)
         return _in_order(family.bind(problem), problem.places)
 
-    return Kernel(runs, name, bind, ArchRange("cuda"), priority, refuse=refuse)
+    return Kernel(
+        runs,
+        name,
+        bind,
+        ArchRange("cuda"),
+        way.priority,
+        refuse=refuse,
+        available=way.available,
+        recorded=way.recorded,
+    )
 
 
 def _in_order(launch: Launch, places: tuple[int, ...]) -> Launch:
@@ -84,12 +139,20 @@ def _in_order(launch: Launch, places: tuple[int, ...]) -> Launch:
 
 
 KERNELS: tuple[Kernel, ...] = (
-    _kernel("gemm", "cublas.gemm", _native, 10),
-    _kernel("gemm_epilogue", "cublas.gemm_epilogue", _native, 10),
-    _kernel("gemm", "cublas.emulated", _emulated, 5),
+    _kernel("gemm", "cublas.gemm", _TORCH),
+    _kernel("gemm_epilogue", "cublas.gemm_epilogue", _TORCH),
+    _kernel("gemm", "cublas.emulated", _Way(_emulated, 5)),
 )
+"""Through torch."""
+DIRECT: tuple[Kernel, ...] = (
+    _kernel("gemm", "cublas.lt_gemm", _LT),
+    _kernel("gemm_epilogue", "cublas.lt_gemm_epilogue", _LT),
+    _kernel("gemm_accumulate", "cublas.lt_gemm_accumulate", _LT),
+)
+"""Through cuBLASLt itself, preferred where its bindings are there."""
 
 
 def register() -> None:
     """Add the kernels; safe to call again."""
-    REGISTRY.add(*KERNELS, replace=True)
+    REGISTRY.add(*KERNELS, *DIRECT, replace=True)
+    REGISTRY.on_release("cublas", lt.release)

@@ -1,11 +1,14 @@
-"""What a call asks of a GEMM library: one gemm, alone or with the bias add or cast after it."""
+"""What a call asks of a GEMM library: one gemm, alone or with a bias add, a cast or an accumulation after it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from te_ops.basic.gemm import ACCUMULATE
 from te_ops.graph import Node, Spec, Value
 from te_ops.pointwise import Input, activations
 from te_ops.registry import Call
@@ -16,15 +19,16 @@ assert activations["bias"]().out[0] in _SUM
 
 @dataclass(frozen=True)
 class Problem:
-    """y = op(a) op(b) (+ bias) in `dtype`.
+    """y = op(a) op(b) (+ bias) in `dtype`, or added to a tensor of that dtype.
 
     Attributes:
         layout: "nt" (a b^T), "nn" (a b) or "tn" (a^T b), as the gemm primitive says.
         dtype: of the result.
         a, b, bias: specs of the operands.
-        places: where a, b and bias stand among the values that the call reads.
+        places: where a, b and bias, or what is added to, stand among the values that the call reads.
         fast: whether FP8 products may be summed in the tensor core's own, narrower accumulator.
         arch: of the device, "sm_90".
+        accumulate: the product is added to its last operand.
     """
 
     layout: str
@@ -35,19 +39,38 @@ class Problem:
     places: tuple[int, ...]
     fast: bool
     arch: str
+    device: torch.device
+    accumulate: bool = False
+
+    @property
+    def extents(self) -> tuple[int, int, int]:
+        """Rows and columns of y and what is contracted, of the shapes that the plan was made for."""
+        return self.extents_of(self.a.shape, self.b.shape)
+
+    def extents_of(self, a: Sequence[int], b: Sequence[int]) -> tuple[int, int, int]:
+        """The same for operands of these (logical) shapes."""
+        if self.layout == "tn":
+            return a[-1], b[-1], math.prod(a[:-1])
+        return math.prod(a[:-1]), b[0 if self.layout == "nt" else 1], a[-1]
 
 
 def problem_of(call: Call) -> Problem | str:
     """The problem of a call, or why no GEMM with a bias or another result dtype solves it."""
     gemm = call.nodes[0]
     inputs = gemm.inputs
-    dtype, bias = call.spec(gemm.out).dtype, None
-    if len(call.nodes) > 1:
+    dtype, bias, total = call.spec(gemm.out).dtype, None, None
+    if len(call.nodes) > 1 and call.nodes[1].prim is ACCUMULATE:
+        reason = _not_added(call, gemm)
+        if reason is not None:
+            return reason
+        total = call.nodes[1].inputs[0]
+        dtype = call.spec(total).dtype
+    elif len(call.nodes) > 1:
         found = _epilogue(call, gemm)
         if isinstance(found, str):
             return found
         dtype, bias = found
-    values = inputs if bias is None else (*inputs, bias)
+    values = [v for v in (*inputs, bias, total) if v is not None]
     return Problem(
         layout=gemm.attrs["layout"],
         dtype=dtype,
@@ -57,7 +80,18 @@ def problem_of(call: Call) -> Problem | str:
         places=tuple(call.reads.index(v) for v in values),
         fast=gemm.attrs.get("accumulation") == "fast",
         arch=call.arch,
+        device=call.device,
+        accumulate=total is not None,
     )
+
+
+def _not_added(call: Call, gemm: Node) -> str | None:
+    """Why the library does not add the product to the tensor, None if it does."""
+    if len(call.nodes) > 2 or gemm.out in call.writes:
+        return "the library adds the product to a tensor, and nothing more"
+    if call.nodes[1].inputs[1] != gemm.out or call.nodes[1].inputs[0] == gemm.out:
+        return "the product is what is added to"
+    return None
 
 
 def _epilogue(call: Call, gemm: Node) -> tuple[torch.dtype, Value | None] | str:

@@ -31,6 +31,7 @@ ALIGNMENT = (
     16  # bytes, of a scale: the library refuses others (CUBLAS_STATUS_NOT_SUPPORTED on an H200)
 )
 _SCALE_ALIGN = 4  # FP32 scales that make 16 bytes
+MAX_SHAPES = 1024  # exact ones that a launch remembers
 
 
 # -- what the library takes
@@ -111,10 +112,18 @@ def vector_scale(scale: Tensor, rows: int) -> Tensor:
 def tile_scale(scale: Tensor) -> Tensor:
     """scale_inv [m blocks, k blocks] of 128 x 128 tiles as the library reads it.
 
-    That is [k blocks, m blocks] with k contiguous, filled up with zeros to a multiple of 4.
+    That is [k blocks, m blocks] with k contiguous, filled up with zeros to a multiple of 4. A quantize kernel may
+    write it that way right away; then nothing is copied.
     """
-    extra = -scale.shape[1] % _SCALE_ALIGN
-    return (pad(scale, (0, extra)) if extra else scale.contiguous()).t()
+    m, blocks = scale.shape
+    filled = -(-blocks // _SCALE_ALIGN) * _SCALE_ALIGN
+    last = scale.storage_offset() + m * filled
+    if (
+        scale.stride() == (filled, 1)
+        and last * scale.element_size() <= scale.untyped_storage().nbytes()
+    ):
+        return scale.as_strided((m, filled), (filled, 1)).t()
+    return pad(scale, (0, filled - blocks)).t() if filled > blocks else scale.contiguous().t()
 
 
 # -- launches
@@ -193,16 +202,24 @@ def _is_tiled(spec: Spec) -> bool:
 
 
 def _launch(problem: Problem, multiply: Any, row_multiple: int) -> Launch:
-    """`multiply` with empty operands, extents and the shape of the result taken care of."""
+    """`multiply` with empty operands, extents and the shape of the result taken care of, once for each exact shape."""
     dtype, keeps_rows = problem.dtype, problem.layout != "tn"
+    made: dict[Any, tuple[tuple[int, int, int], tuple[int, ...], _Extents]] = {}
 
-    def launch(a: Record, b: Record, bias: Tensor | None = None) -> Tensor:
+    def prepare(a: Record, b: Record) -> tuple[tuple[int, int, int], tuple[int, ...], _Extents]:
         rows, columns, k = _extents(a, b)
         shape = (*a.shape[:-1], columns) if keeps_rows else (rows, columns)
+        more = _Extents(-rows % row_multiple, -columns % MULTIPLE, -k % MULTIPLE)
+        if len(made) >= MAX_SHAPES:
+            made.clear()
+        made[a.data.shape, b.data.shape] = found = (rows, columns, k), shape, more
+        return found
+
+    def launch(a: Record, b: Record, bias: Tensor | None = None) -> Tensor:
+        (rows, columns, k), shape, more = made.get((a.data.shape, b.data.shape)) or prepare(a, b)
         if not (rows and columns and k):
             empty = a.data.new_zeros(shape, dtype=dtype)
             return empty if bias is None else empty + bias
-        more = _Extents(-rows % row_multiple, -columns % MULTIPLE, -k % MULTIPLE)
         if bias is not None:
             bias = pad(bias, (0, more.columns)) if more.columns else bias.contiguous()
         y: Tensor = multiply(a, b, more, bias)

@@ -81,7 +81,7 @@ def single(
 ) -> Call:
     """A gemm alone."""
     g, y = _gemm(a, b, layout, dtype, accumulation)
-    return _call(g, (g.node(y),), arch)
+    return _call(g, (g.node(y),), (_device(a), arch))
 
 
 def fused(
@@ -105,7 +105,7 @@ def fused(
         fn = activations[then]() if isinstance(then, str) else then
         others = [g.input(2 + i, spec_of(x)) for i, x in enumerate(extra)]
         z = pointwise(g, fn, y, *others, dtype=result)
-    return _call(g, (g.node(y), g.node(z)), arch, (y,) if write else ())
+    return _call(g, (g.node(y), g.node(z)), (_device(a), arch), (y,) if write else ())
 
 
 def _gemm(
@@ -116,13 +116,22 @@ def _gemm(
     return g, g.call(GEMM, *values, layout=layout, dtype=dtype, accumulation=accumulation)
 
 
-def _call(g: Graph, nodes: tuple[Node, ...], arch: str, also: tuple[Value, ...] = ()) -> Call:
+def _device(x: Operand) -> torch.device:
+    return x.data.device
+
+
+def _call(
+    g: Graph,
+    nodes: tuple[Node, ...],
+    where: tuple[torch.device, str],
+    also: tuple[Value, ...] = (),
+) -> Call:
     inside = {n.id for n in nodes}
     reads = tuple(dict.fromkeys(v for n in nodes for v in n.inputs if v.node not in inside))
     writes = (*also, nodes[-1].out)
     specs = {v: g.spec(v) for v in (*reads, *(n.out for n in nodes))}
     rule = EPILOGUE if len(nodes) > 1 else None
-    return Call(nodes, reads, writes, specs, torch.device("cpu"), arch, 16, rule)
+    return Call(nodes, reads, writes, specs, *where, 16, rule)
 
 
 def run(kernel: Kernel, call: Call, *xs: Any) -> Any:

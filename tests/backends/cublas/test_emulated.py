@@ -84,7 +84,7 @@ def test_fp32_inputs_are_emulated_in_fp32() -> None:
     mxfp8 = te.MXFP8Quantizer()
     a, b = operands("nt", (32, 32, 32), (mxfp8, mxfp8), torch.float32)
     reason = EMULATED.reason(single(a, b, "nt", dtype=torch.float32))
-    assert reason == "only BF16 operands and results are emulated in BF16, not torch.float32"
+    assert reason == "only BF16 operands are emulated in BF16, not torch.float32"
 
 
 def test_dense_operands_are_not_emulated() -> None:
