@@ -1,4 +1,5 @@
-"""Host time of te_ops on the CPU: planning a 12-op pipeline, and replaying a plan of 8 steps.
+"""Host time of te_ops on the CPU: planning a 12-op pipeline, replaying a plan of 8 steps, and what is left around
+launches that are recorded (they do nothing here).
 
     python benchmarks/host.py [--profile] [--repeat N]
 
@@ -26,7 +27,7 @@ import te_ops as te
 from te_ops import graph
 from te_ops.compiler.trace import trace
 from te_ops.registry import REGISTRY, Call, Kernel
-from te_ops.runtime import cache
+from te_ops.runtime import bundle, cache, replay, replay_report, state, tape
 
 WIDTH = 16
 RECIPES: dict[str, te.Recipe | None] = {
@@ -201,7 +202,7 @@ def run_all(calls: list[Callable[..., Any]]) -> None:
         call()
 
 
-def replay(repeat: int) -> list[Row]:
+def replayed(repeat: int) -> list[Row]:
     """Added host time per call, for forward alone and for forward and backward."""
     rows = []
     number = 200
@@ -252,6 +253,110 @@ def training(model: te.Sequential, repeat: int, number: int, budget: float | Non
         Row("  by hand around an empty autograd.Function", 1e6 * bare, "us"),
         Row("  added", 1e6 * (ours - bare), "us", budget),
     ]
+
+
+# -- recorded launches
+
+
+class Nothing:
+    """An operation that is recorded and does nothing: what is left is the host's work around the launches."""
+
+    clears = False
+
+    def prepare(self, words: memoryview, address: int) -> Callable[[int], None]:
+        """See `te_ops.runtime.tape.Issue`."""
+        return lambda stream: None
+
+
+class AtOnce:
+    """All operations as one, whatever their addresses: on a device they come again, in host memory they do not."""
+
+    def find(self, key: object) -> Callable[[int], None]:
+        """See `te_ops.runtime.bundle.Bundles`."""
+        return lambda stream: None
+
+
+def reported(call: Call) -> Any:
+    """A launch that runs the reference and reports one operation over all its operands."""
+    function = REGISTRY.find("reference").bind(call)  # type: ignore[union-attr]
+
+    def launch(*xs: Any) -> Any:
+        made = tape.recorder()
+        if made is None:
+            return function(*xs)
+        with tape.unwatched():
+            found = function(*xs)
+        results = found if isinstance(found, tuple) else (found,)
+        fresh = [_like(r) for r in results]
+        tensors = [t for v in (*xs, *fresh) for t in _tensors(v)]
+        made.launched(Nothing(), tuple(t.data_ptr() for t in tensors))
+        return tuple(fresh) if isinstance(found, tuple) else fresh[0]
+
+    return launch
+
+
+def _tensors(value: Any) -> tuple[Tensor, ...]:
+    return value.tensors() if hasattr(value, "tensors") else (value,)
+
+
+def _like(value: Any) -> Any:
+    if hasattr(value, "map"):
+        return value.map(torch.empty_like)
+    return torch.empty_like(value)
+
+
+def recorded(repeat: int, number: int) -> list[Row]:
+    """Added host time of a SwiGLU MLP whose launches are recorded, beyond an empty autograd.Function."""
+    rows = []
+    kernel = Kernel("*", "bench.recorded", reported, priority=99, recorded=True)
+    replay.STREAMS["cpu"] = lambda device: 0
+    state.UPDATES["cpu"] = lambda device, rolls: None
+    make = bundle.Bundles.of
+    bundle.Bundles.of = staticmethod(lambda device, size: AtOnce())  # type: ignore[method-assign, assignment, return-value]
+    try:
+        with REGISTRY.only(), REGISTRY.temporary(kernel):
+            for name, recipe in RECIPES.items():
+                rows += _recorded(name, recipe, repeat, number)
+    finally:
+        del replay.STREAMS["cpu"], state.UPDATES["cpu"]
+        bundle.Bundles.of = staticmethod(make)  # type: ignore[method-assign]
+    return rows
+
+
+def _recorded(name: str, recipe: te.Recipe | None, repeat: int, number: int) -> list[Row]:
+    model = te.Sequential(
+        te.RMSNorm(WIDTH),
+        te.Linear(WIDTH, 2 * WIDTH, bias=False),
+        te.SwiGLU(),
+        te.Linear(WIDTH, WIDTH, bias=False),
+    )
+    leaf, dy = torch.randn(16, WIDTH, requires_grad=True), torch.ones(16, WIDTH)
+    tensors = [leaf, *model.parameters()]
+
+    def train() -> None:
+        if recipe is None:
+            y = model(leaf)
+        else:
+            with te.autocast(recipe=recipe):
+                y = model(leaf)
+        torch.autograd.grad(y, tensors, dy)
+
+    def empty() -> None:
+        torch.autograd.grad(Empty.apply(dy, *tensors), tensors, dy)  # type: ignore[no-untyped-call]
+
+    for _ in range(5):
+        train()
+    if not all(line.endswith("operations") for line in replay_report(model)):
+        raise RuntimeError("\n".join(replay_report(model)))
+    ours, bare = best(train, repeat, number), best(empty, repeat, number)
+    return [
+        Row(f"SwiGLU MLP of recorded launches, {name}", 1e6 * ours, "us"),
+        Row("  beyond an empty autograd.Function", 1e6 * (ours - bare), "us", RECORDED[name]),
+    ]
+
+
+RECORDED = {"none": 90, "current": 100, "delayed": 160}
+"""Budgets in microseconds, for an idle machine."""
 
 
 def others(repeat: int, number: int) -> list[Row]:
@@ -324,7 +429,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, CPU, one thread")
-    for row in (*planning(options.repeat), *replay(options.repeat)):
+    for row in (
+        *planning(options.repeat),
+        *replayed(options.repeat),
+        *recorded(options.repeat, 200),
+    ):
         print(row)
     if options.profile:
         profile()

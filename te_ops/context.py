@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,8 @@ class Region:
     """Delayed-scaling observations between entry and exit of the outermost autocast; committed at exit."""
 
     commit: ClassVar[Callable[[Region], None] | None] = None  # filled by the runtime
+    # Where backwards of calls in this region put what they observe, instead of committing it (a graph's capture).
+    gradients: dict[Any, Any] | None = None
 
     def __init__(self) -> None:
         self.observed: dict[Any, Any] = {}
@@ -62,16 +65,39 @@ class Key:
         return repr(self.value)
 
 
+_KEYS: dict[tuple[int, bool, bool, Any], Key] = {}
+
+
+def _key(recipe: Recipe | None, enabled: bool, calibrating: bool, name: Any) -> Key:
+    """The key of a frame, found by the recipe's identity: it stays alive in the key, and hashes slowly."""
+    place = (id(recipe), enabled, calibrating, name)
+    found = _KEYS.get(place)
+    if found is None:
+        if len(_KEYS) >= 64:
+            _KEYS.clear()
+        found = _KEYS[place] = Key((recipe, enabled, calibrating, name))
+    return found
+
+
 def _name(group: Any) -> Any:
     """A process group as part of a key: by name, since plans outlive it and must not keep its threads alive."""
     return getattr(group, "group_name", group)
 
 
-_FRAME: ContextVar[Frame | None] = ContextVar("te_ops_autocast", default=None)
+FRAME: ContextVar[Frame | None] = ContextVar("te_ops_autocast", default=None)
+"""The innermost active autocast, as `current` gives it."""
 
 
 PLACE: ContextVar[str] = ContextVar("te_ops_place", default="")
 """Path of the op that is called, in the outermost pipeline: "" for that pipeline itself."""
+
+
+FROZEN: ContextVar[Any] = ContextVar("te_ops_frozen", default=None)
+"""The copies of quantized weights that calls in this context share (`te.weights_frozen`), None outside of a scope."""
+
+
+RECORDING: ContextVar[bool] = ContextVar("te_ops_recording", default=False)
+"""Whether calls in this context rehearse or record a CUDA graph. Graphs do not nest: an inner one joins the outer."""
 
 
 def join_path(outer: str, inner: str) -> str:
@@ -81,7 +107,19 @@ def join_path(outer: str, inner: str) -> str:
 
 def current() -> Frame | None:
     """The innermost active autocast of this thread (or task)."""
-    return _FRAME.get()
+    return FRAME.get()
+
+
+@contextlib.contextmanager
+def observing_into(region: Region) -> Iterator[None]:
+    """Within, the autocast in force stays, and what its calls observe goes to `region`, which nobody commits."""
+    frame = FRAME.get()
+    token = None if frame is None else FRAME.set(replace(frame, region=region))
+    try:
+        yield
+    finally:
+        if token is not None:
+            FRAME.reset(token)
 
 
 class autocast:  # noqa: N801  (a context manager, named like torch.autocast)
@@ -127,7 +165,7 @@ class autocast:  # noqa: N801  (a context manager, named like torch.autocast)
     def __enter__(self) -> autocast:
         if self._token is not None:
             raise RecipeError("autocast: this instance is active already; make another one to nest")
-        outer = _FRAME.get()
+        outer = FRAME.get()
         recipe = (self.recipe or default_recipe()) if self.enabled or self.calibrating else None
         frame = Frame(
             recipe=recipe,
@@ -135,7 +173,7 @@ class autocast:  # noqa: N801  (a context manager, named like torch.autocast)
             calibrating=self.calibrating,
             group=self.group,
             region=outer.region if outer is not None else Region(),
-            key=Key((recipe, self.enabled, self.calibrating, _name(self.group))),
+            key=_key(recipe, self.enabled, self.calibrating, _name(self.group)),
         )
         if (
             self.group is not None
@@ -143,12 +181,12 @@ class autocast:  # noqa: N801  (a context manager, named like torch.autocast)
             and reduces(recipe)
         ):
             frame.region.groups[self.group] = None
-        self._token = (_FRAME.set(frame), outer is None, frame)
+        self._token = (FRAME.set(frame), outer is None, frame)
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         token, outermost, frame = self._token
         self._token = None
-        _FRAME.reset(token)
+        FRAME.reset(token)
         if outermost:
             frame.region.close(failed=kind is not None)

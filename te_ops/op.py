@@ -23,6 +23,8 @@ class Runtime:
     run: Callable[..., Any] | None = None
     plan: Callable[..., Any] | None = None
     load_state: Callable[..., None] | None = None
+    graphed: Callable[..., Any] | None = None  # for ops with cuda_graph=True
+    microbatch: Callable[..., Any] | None = None  # for calls with is_first_microbatch=
 
 
 class Epoch:
@@ -107,16 +109,26 @@ class Op(nn.Module):
             items.append((name, config_key(value, f"{type(self).__name__}.{name}")))
         return tuple(items)
 
+    def main_grads(self) -> tuple[str, ...]:
+        """Names of own parameters whose gradients are added to their `main_grad`, and not given to autograd."""
+        return ()
+
     def state_operands(self) -> dict[str, str]:
         """Operands of this op that stateful recipes keep state for, with the primitive that reads them."""
         return {}
 
     # -- for users
 
-    def forward(self, *xs: Any) -> Any:
-        """Plan (once per key), run, and return tensors. Never overridden."""
-        if Runtime.run is None:
+    def forward(self, *xs: Any, is_first_microbatch: bool | None = None) -> Any:
+        """Plan (once per key), run, and return tensors. Never overridden.
+
+        `is_first_microbatch`: True quantizes the weights and keeps the copies, False uses those of the last call with
+        True (`te.weights_frozen` says what is checked); None, the default, quantizes for this call only.
+        """
+        if Runtime.run is None or Runtime.microbatch is None:
             raise PlanError("te_ops.runtime is not imported; use `import te_ops`")
+        if is_first_microbatch is not None:
+            return Runtime.microbatch(self, xs, is_first_microbatch)
         return Runtime.run(self, xs)
 
     def plan(self, *xs: Any) -> Any:

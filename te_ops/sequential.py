@@ -19,12 +19,21 @@ class Sequential(Op):
     Takes modules or one dict of name -> module. The value that flows may be a tuple: an op with n inputs takes what
     flows, and further tensors from the caller, in order. Extra outputs (`num_extra_outputs`) are appended to the
     result, in op order.
+
+    `cuda_graph=True` replays whole forwards and backwards as CUDA graphs where the device has them, one for each
+    signature from its second call on (`te.make_graphed` says what that is); inside another pipeline it has no effect.
     """
 
     num_inputs = None
+    cuda_graph: bool
 
-    def __init__(self, *modules: nn.Module | Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, *modules: nn.Module | Mapping[str, nn.Module], cuda_graph: bool = False
+    ) -> None:
         super().__init__()
+        if not isinstance(cuda_graph, bool):
+            raise PlanError(f"Sequential: cuda_graph must be True or False, got {cuda_graph!r}")
+        self.cuda_graph = cuda_graph
         if len(modules) == 1 and isinstance(modules[0], Mapping):
             items: Iterable[tuple[str, Any]] = modules[0].items()
         else:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from te_ops.compiler.prologue import Prologue, prologue_of
 from te_ops.compiler.work import Group, StateUse, Work
 from te_ops.errors import Error
 from te_ops.graph import BUFFER, GRAD, INPUT, PARAM, SCALAR, SEED, Node, Phase, Value
@@ -35,22 +36,26 @@ class Bound:
     observed: tuple[tuple[StateUse, int], ...]
     updates: tuple[tuple[Leaf, int, str], ...] = ()
     paths: tuple[str, ...] = ()  # of the ops whose nodes the steps run
+    prologue: Prologue | None = None  # the steps that depend on parameters only
+    unrecorded: str = ""  # a step whose device operations nobody reports, and its kernel
 
-    def run(self, slots: Slots, title: str) -> None:
-        """Run every step; an error of a reference gets the path of its op in the pipeline `title`.
+    def run(self, slots: Slots, title: str, only: Sequence[int] | None = None) -> None:
+        """Run every step, or those at some positions; an error gets the path of its op in the pipeline `title`.
 
         Raises:
             Error: a reference refuses the values that it was given.
         """
         done = 0
+        order = range(len(self.steps)) if only is None else only
+        steps = self.steps if only is None else [self.steps[i] for i in only]
         try:
-            for step in self.steps:
+            for step in steps:
                 step(slots)
                 done += 1
         except Error as error:
             if getattr(error, "located", False):
                 raise
-            where = f"{title}.{self.paths[done]}".rstrip(".")
+            where = f"{title}.{self.paths[order[done]]}".rstrip(".")
             made = type(error)(f"{where}: {error}")
             made.located = True  # type: ignore[attr-defined]
             raise made from error
@@ -81,7 +86,9 @@ def bind_backward(work: Work, leaves: Sequence[Value]) -> tuple[Bound, tuple[int
     grads = [work.grads.get(leaf) for leaf in leaves]
     keep = [v for v in grads if v is not None]
     keep += [s.amax for s in work.states if s.amax is not None and s.phase is not Phase.FORWARD]
-    return binder.bind(keep, grads, Phase.DGRAD), saved
+    added = [work.request.main_grad(work.g.node(leaf)) is not None for leaf in leaves]
+    given = [None if to else v for v, to in zip(grads, added, strict=True)]
+    return binder.bind(keep, given, Phase.DGRAD), saved
 
 
 class _Binder:
@@ -126,7 +133,20 @@ class _Binder:
                 for b, v, rule in self.work.g.updates
             )
         paths = tuple(group.nodes[0].path for group in self.groups if group.writes)
-        return Bound(len(self.slots), self._loads(phase), steps, out, observed, updates, paths)
+        made = Bound(
+            len(self.slots), self._loads(phase), steps, out, observed, updates, paths,
+            unrecorded=self._unrecorded(),
+        )  # fmt: skip
+        if phase is not Phase.FORWARD:
+            return made
+        return replace(made, prologue=prologue_of(self.work, self.groups, kept, self.slots))
+
+    def _unrecorded(self) -> str:
+        for group in self.groups:
+            views = all(n.prim.nature == "view" for n in group.nodes)
+            if group.writes and not (views or group.kernel.recorded):
+                return f"{group.kernel.name} at {group.nodes[0].path or 'the root'} is not recorded"
+        return ""
 
     def _loads(self, phase: Phase) -> tuple[tuple[Leaf, int], ...]:
         loads = []

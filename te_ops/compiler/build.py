@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from te_ops.basic.quantize import QUANTIZE
 from te_ops.compiler.bind import bind_backward, bind_forward, leaf
@@ -253,8 +256,16 @@ class _Derive:
         picks = [places.get(theirs[v]) for v in work.saved]
         if any(p is None for p in picks):
             return None
-        bound, loads = bind_backward(work, _leaf_values(work))
-        return Backward(bound, loads, tuple(p for p in picks if p is not None))
+        leaves = _leaf_values(work)
+        bound, loads = bind_backward(work, leaves)
+        saved = tuple(p for p in picks if p is not None)
+        return Backward(bound, loads, saved, _added(work, leaves))
+
+
+def _added(work: Work, leaves: list[Value]) -> tuple[tuple[int, torch.dtype], ...]:
+    """Leaves whose main_grad this backward writes, by position."""
+    found = [(i, work.request.main_grad(work.g.node(v))) for i, v in enumerate(leaves)]
+    return tuple((i, dtype) for i, dtype in found if dtype is not None and leaves[i] in work.grads)
 
 
 def _structural(g: Graph) -> dict[Value, Any]:
@@ -288,11 +299,17 @@ def compile_segment(part: Work, imports: tuple[int, ...], exports: tuple[int, ..
     leaves = _leaf_values(part)
     derive = None
     names = _Names(part)
-    forward_steps = tuple(_step(part, s, names) for s in part.forward)
+    shared = set(forward.prologue.steps) if forward.prologue is not None else set()
+    places = itertools.count()
+    forward_steps = tuple(
+        replace(_step(part, s, names), shared=bool(s.writes) and next(places) in shared)
+        for s in part.forward
+    )
     backward_steps: tuple[Step, ...] = ()
     if part.wanted and any(part.output_grads):
         bound, loads = bind_backward(part, leaves)
-        full = Backward(bound, loads, tuple(range(len(part.saved))))
+        picks = tuple(range(len(part.saved)))
+        full = Backward(bound, loads, picks, _added(part, leaves))
         derive = _Derive(before, part, len(leaves), {part.output_grads: full})
         backward_steps = tuple(_step(part, s, names, backward=True) for s in part.backward)
     kinds = tuple(n.prim.name if (n := part.g.node(v)).prim in LEAVES else "" for v in part.saved)
@@ -369,7 +386,8 @@ def _step(work: Work, group: Group, names: _Names, backward: bool = False) -> St
         n.prim.roles is not None and any(work.g.spec(v).kind.name == "record" for v in n.inputs)
         for n in group.nodes
     )
-    phase = min(n.phase for n in group.nodes)
+    phases = {n.phase for n in group.nodes}
+    phase = min(phases - {Phase.RECOMPUTE} or phases)  # what is rebuilt in a step that runs anyway
     if backward and phase is Phase.FORWARD:  # a recompute region runs again
         phase = Phase.RECOMPUTE
     return Step(

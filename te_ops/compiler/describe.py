@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from te_ops.compiler.passes import SLOTS
 from te_ops.compiler.work import Note
+from te_ops.context import FROZEN
 
 if TYPE_CHECKING:
     from te_ops.compiler.plan import Plan, Saved, Segment, Step
@@ -50,12 +51,13 @@ def saved_total(saved: Sequence[Saved]) -> str:
 
 
 def marks(step: Step) -> tuple[str, ...]:
-    """What a reader should know of a step beside its members: recomputed, wgrad, emulated, view."""
+    """What a reader should know of a step beside its members: recomputed, wgrad, emulated, view; in a scope, cached."""
     told = (
         ("recomputed", step.phase == "recompute"),
         ("wgrad", step.phase == "wgrad"),
         ("emulated", step.emulated),
         ("view", step.view),
+        ("cached", step.shared and FROZEN.get() is not None),
     )
     return tuple(word for word, holds in told if holds)
 

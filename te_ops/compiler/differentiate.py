@@ -7,11 +7,25 @@ from typing import Any
 
 import torch
 
-from te_ops.basic.pointwise import SUM
+from te_ops.basic.gemm import ACCUMULATE, GEMM
+from te_ops.basic.pointwise import POINTWISE, SUM
 from te_ops.compiler.rewrite import Rewriter
 from te_ops.compiler.work import Work
 from te_ops.errors import PlanError
-from te_ops.graph import GRAD, GRADIENTS, INPUT, LEAVES, Graph, Node, Phase, Prim, Spec, Value
+from te_ops.graph import (
+    BUFFER,
+    GRAD,
+    GRADIENTS,
+    INPUT,
+    LEAVES,
+    Graph,
+    Node,
+    Phase,
+    Prim,
+    Spec,
+    Value,
+)
+from te_ops.pointwise import Input
 
 
 def differentiate(work: Work) -> None:
@@ -25,6 +39,7 @@ def differentiate(work: Work) -> None:
     chain: list[Value] = []  # gradients of activations
     work.g.phase = Phase.DGRAD
     parts = _given(work, needs)
+    targets = _targets(work)
     for node in reversed(g.nodes[: len(needs)]):
         if not needs[node.id] or node.prim in LEAVES:
             continue
@@ -38,7 +53,7 @@ def differentiate(work: Work) -> None:
         # Parts are kept last reader first: the sum turns them round.
         for value, dx in reversed(list(zip(node.inputs, dxs, strict=True))):
             if dx is not None and needs[value.node]:
-                parts.setdefault(value, []).append(dx)
+                _keep(g, parts, value, dx, targets.get(value))
     for leaf in work.wanted:
         total = _total(g, parts.get(leaf, []), g.spec(leaf), g.node(leaf))
         if total is not None:
@@ -97,6 +112,55 @@ def _total(g: Graph, parts: list[Value], spec: Spec, node: Node) -> Value | None
         return parts[0] if parts else None
     with g.position(node, Phase.DGRAD):
         return g.call(SUM, *reversed(parts), dtype=spec.dtype)
+
+
+def _targets(work: Work) -> dict[Value, Value]:
+    """What the gradients of parameters are added to, for those that autograd does not get."""
+    g, found = work.g, {}
+    for leaf in work.wanted:
+        dtype = work.request.main_grad(g.node(leaf))
+        if dtype is not None:
+            path, name = g.node(leaf).attrs["slot"]
+            slot = (path, f"{name}.main_grad")
+            spec = Spec(g.spec(leaf).shape, dtype)
+            found[leaf] = g.leaf(BUFFER, spec, slot=slot, phase=Phase.DGRAD)
+    return found
+
+
+def _keep(
+    g: Graph, parts: dict[Value, list[Value]], value: Value, dx: Value, target: Value | None
+) -> None:
+    """One part more of a value's gradient; what has a target is added to it at once."""
+    if target is None:
+        parts.setdefault(value, []).append(dx)
+    else:
+        parts[value] = [_added(g, parts.get(value), dx, target)]
+
+
+def _added(g: Graph, before: list[Value] | None, gradient: Value, target: Value) -> Value:
+    """The terms of a parameter's gradient added to its main_grad as they come, a product before it is rounded.
+
+    The result of an addition is what the next one adds to: that orders them.
+    """
+    total = before[0] if before else target
+    wide = torch.float64 if g.spec(target).dtype is torch.float64 else torch.float32
+    for part in _terms(g, gradient):
+        node = g.node(part)
+        with g.position(node, Phase.DGRAD):
+            if node.prim is GEMM:
+                part = g.call(GEMM, *node.inputs, **{**node.attrs, "dtype": wide})
+            total = g.call(ACCUMULATE, total, part)
+    return total
+
+
+def _terms(g: Graph, value: Value) -> list[Value]:
+    """What a value sums up, before the casts of the terms and of the sum."""
+    node = g.node(value)
+    if node.prim is SUM:
+        return [term for v in node.inputs for term in _terms(g, v)]
+    if node.prim is POINTWISE and node.attrs["fn"].out == (Input(0),) and len(node.inputs) == 1:
+        return _terms(g, node.inputs[0])
+    return [value]
 
 
 def _rule(g: Graph, node: Node, needs: list[bool]) -> Any:

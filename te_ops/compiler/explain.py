@@ -98,7 +98,13 @@ def _saved(segment: Segment) -> list[str]:
         return []
     rows = [(s.value, s.format, _bytes(s)) for s in saved]
     value, form, count = (max((len(r[i]) for r in rows), default=0) for i in range(3))
-    lines = [f"{a:<{value}}  {b:<{form}}  {c:>{count}}" for a, b, c in rows]
+    value = min(value, WIDTH - LABEL - form - count - 6)
+    lines = []
+    for name, *rest in rows:
+        if len(name) > value:  # a line of its own
+            lines.append(name)
+            name = ""
+        lines.append(f"{name:<{value}}  {rest[0]:<{form}}  {rest[1]:>{count}}")
     return _labelled("saved", [saved_total(saved), *(f"  {line}" for line in lines)], wrap=False)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from te_ops.compiler.bind import Bound, Leaf
 from te_ops.compiler.work import Note, StateUse
 from te_ops.graph import Spec
@@ -24,6 +26,7 @@ class Step:
     path: str
     emulated: bool = False
     view: bool = False  # its results alias what it reads: nothing is launched
+    shared: bool = False  # of the prologue: calls in `te.weights_frozen()` share what it makes
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,9 @@ class Backward:
     bound: Bound
     loads: tuple[int, ...]  # slots for the saved values, in the order of `picks`
     picks: tuple[int, ...]  # positions in the segment's saved list
+    added: tuple[
+        tuple[int, torch.dtype], ...
+    ] = ()  # leaves whose main_grad it writes, and its dtype
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_ops.graph import Graph, Node, Phase, Spec, Value
+from te_ops.graph import PARAM, Graph, Node, Phase, Spec, Value
 from te_ops.op import Op
 from te_ops.recipe import DelayedScaling, Recipe
 from te_ops.registry import Call, Kernel, Launch, Rule
@@ -30,6 +30,13 @@ class Request:
     calibrating: bool = False
     autocast_dtype: torch.dtype | None = None
     place: str = ""  # path of the op in the outermost pipeline (a hook makes it a segment of that)
+    # (path, name) of each parameter whose gradient is added to its main_grad, and the dtype of that
+    main_grads: tuple[tuple[tuple[str, str], torch.dtype], ...] = ()
+
+    def main_grad(self, node: Node) -> torch.dtype | None:
+        """Dtype of what a parameter's gradient is added to, None if autograd gets it."""
+        slot = node.attrs.get("slot") if node.prim is PARAM else None
+        return dict(self.main_grads).get(slot) if slot is not None else None
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class Float8Quantizer(_PerTensor):
 
 @dataclass(frozen=True)
 class Float8CurrentScalingQuantizer(_PerTensor):
-    """The scale comes from the amax of the tensor itself.
+    """The scale comes from the amax of the tensor itself, or of `state` where that is known already.
 
     Args:
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
@@ -152,7 +152,7 @@ class Float8CurrentScalingQuantizer(_PerTensor):
 
     def _scale(self, x: Tensor, amax: Tensor, state: Tensor | None) -> Tensor:
         return scale_from_amax(
-            amax,
+            amax if state is None else state.detach().float().reshape(()),
             fp8_max(self.dtype),
             self.force_pow_2_scales,
             self.amax_epsilon,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import struct
 import sys
 import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,15 +22,17 @@ from te_ops.compiler.passes import passes
 from te_ops.compiler.plan import Plan
 from te_ops.compiler.trace import dynamic_dims, leading_dims, owned, spec_of, trace
 from te_ops.compiler.work import Note, Request
-from te_ops.context import PLACE, Frame, Key, Region, current
+from te_ops.context import FRAME, FROZEN, PLACE, Frame, Region, current
 from te_ops.errors import Error, PlanError, ShapeError
 from te_ops.graph import Spec
-from te_ops.op import GLOBAL_HOOKS, HOOKS, Epoch, Op, Scalar
+from te_ops.op import GLOBAL_HOOKS, HOOKS, Epoch, Op, Runtime, Scalar
 from te_ops.quantizers import QuantizedTensor
 from te_ops.registry import REGISTRY
 from te_ops.runtime import checkpoint as ckpt
 from te_ops.runtime.executor import Call, PlanRunner
+from te_ops.runtime.main_grad import dtype_of
 from te_ops.runtime.state import BackwardCommit
+from te_ops.runtime.varies import varies
 
 MAX_PLANS = 256
 MAX_RUNNERS = 512
@@ -64,48 +65,13 @@ class PlanCache:
 CACHE = PlanCache()
 
 
-def varies(keys: Sequence[Any], limit: int = 3) -> str:
-    """Which parts differ among keys, in words: the path of names to the part, and some of its values."""
-    found: list[str] = []
-
-    def walk(items: list[Any], where: str) -> None:
-        items = [i.value if isinstance(i, Key) else i for i in items]
-        first = items[0]
-        if all(i == first for i in items) or len(found) >= limit:
-            return
-        if _all(items, tuple) and first and first[0] == "float":
-            items = [struct.unpack("<d", i[1])[0] if i[0] == "float" else i for i in items]
-        elif _all(items, tuple) and all(len(i) == len(first) for i in items):
-            label = (
-                f"{where}.{first[0]}"
-                if first and isinstance(first[0], str) and _all(items, tuple)
-                else where
-            )
-            for k in range(len(first)):
-                walk([i[k] for i in items], label.strip("."))
-            return
-        elif dataclasses.is_dataclass(first) and _all(items, type(first)):
-            for f in dataclasses.fields(first):
-                walk([getattr(i, f.name) for i in items], f"{where}.{f.name}")
-            return
-        shown = dict.fromkeys(getattr(i, "__qualname__", None) or repr(i)[:40] for i in items)
-        found.append(f"{where} ({', '.join(list(shown)[:3])}, ...)")
-
-    walk(list(keys), "")
-    return "; ".join(found) or "nothing in the key"
-
-
-def _all(items: Sequence[Any], kind: type) -> bool:
-    return all(isinstance(i, kind) for i in items)
+_OURS = ("te_ops", "torch")
 
 
 def _outside() -> int:
     """Stack level of the caller's caller outside te_ops and torch: where a warning belongs."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
-        "te_ops",
-        "torch",
-    ):
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         level, frame = level + 1, frame.f_back
     return level
 
@@ -115,7 +81,7 @@ def _outside() -> int:
 
 _PARTS = (
     "inputs", "parameters", "ties", "recipe", "grad mode", "autocast dtype", "deterministic", "hooks",
-    "registry", "passes", "foreign modules", "shapes",
+    "registry", "passes", "foreign modules", "main gradients", "shapes",
 )  # fmt: skip
 
 
@@ -124,6 +90,7 @@ class OpCache:
 
     def __init__(self, op: Op) -> None:
         self.runners: dict[Any, PlanRunner] = {}
+        self.last: dict[bool, tuple[Any, PlanRunner]] = {}  # by grad mode: values of the last call
         self.history: list[Any] = []  # keys of the plans that this op made
         self.epoch = -1
         self.modules: list[nn.Module] = []
@@ -135,11 +102,16 @@ class OpCache:
         modules = [(path, m) for path, m in op.named_modules() if not _is_state(path)]
         ops = [(path, m) for path, m in modules if isinstance(m, Op)]
         fetches: list[tuple[nn.Module | None, str]] = []
+        places: list[tuple[str, str]] = []
+        added: list[int] = []
         hash_parts: list[Any] = []
         for path, module in ops:
             for name, thing in owned(module):
                 if not isinstance(thing, Scalar):
+                    if name in module.main_grads():
+                        added.append(len(fetches))
                     fetches.append((None if module is op else module, name))
+                    places.append((path, name))
             children = tuple(name for name in module._modules if name != "quantizer")
             hash_parts.append((path, type(module), module.training, module.config(), children))
         foreign = tuple((p, type(m)) for p, m in modules if not isinstance(m, Op))
@@ -151,9 +123,11 @@ class OpCache:
             a is not b for a, b in zip(others, self.modules, strict=True)
         ):
             self.runners = {}  # they are bound to modules that may be gone
+        self.last = {}
         self.modules = others
         self.ops = [(path, m) for path, m in ops if m is not op]
         self.fetches = fetches
+        self.places, self.added = places, added
         self.hooks = [*GLOBAL_HOOKS, *(m.__dict__[name] for _, m in ops for name in HOOKS)]
         self.fingerprint = ("op", tuple(hash_parts), foreign)
         self.token = _intern(self.fingerprint)
@@ -173,6 +147,25 @@ class OpCache:
                 stacklevel=_outside(),
             )
             self.history = []
+
+    def main_grads(
+        self, op: Op, tensors: Sequence[torch.Tensor]
+    ) -> tuple[tuple[tuple[str, str], torch.dtype], ...]:
+        """Which parameters have their gradients added to main_grad, by the place that a plan knows them by.
+
+        Raises:
+            PlanError: a parameter has no main_grad that fits.
+        """
+        first: dict[int, tuple[str, str]] = {}
+        for place, tensor in zip(self.places, tensors, strict=True):
+            first.setdefault(id(tensor), place)
+        found: dict[tuple[str, str], torch.dtype] = {}
+        for k in self.added:
+            if tensors[k].requires_grad:
+                path, name = self.places[k]
+                where = ".".join(x for x in (type(op).__name__, path, name) if x)
+                found[first[id(tensors[k])]] = dtype_of(tensors[k], where)
+        return tuple(found.items())
 
     def strangers(self) -> tuple[Any, ...]:
         """What plans read of modules that are not ours, whose changes are not announced."""
@@ -221,15 +214,23 @@ def _cache_of(op: Op) -> OpCache:
 
 
 def run(op: Op, xs: Sequence[Any]) -> Any:
-    """`op(*xs)`: find or make the plan and replay it."""
+    """`op(*xs)`: as a CUDA graph where the op asks for it, else `run_eagerly`."""
+    if op.__dict__.get("cuda_graph") and Runtime.graphed is not None:
+        return Runtime.graphed(op, xs)
+    return run_eagerly(op, xs)
+
+
+def run_eagerly(op: Op, xs: Sequence[Any]) -> Any:
+    """Find or make the plan and replay it."""
     task = torch._C._current_graph_task_id()
     recomputing = task != -1  # a forward inside a backward pass
-    frame = _frame(op, recomputing)
+    replay = ckpt.REPLAY.get()
+    frame = _frame(op, recomputing) if recomputing or replay is not None else FRAME.get()
     grad = torch.is_grad_enabled()
     runner, autocast_dtype, device = _runner(op, xs, frame, grad)
     region: Region | None = None
-    if not recomputing and not _replayed():
-        region = frame.region if frame is not None else Region()
+    if not recomputing and (replay is None or replay.recording):
+        region = frame.region if frame is not None else Region() if runner.writes else None
     states = runner.states(op, device) if runner.state_slots else ()
     if not recomputing:
         ckpt.record(op, frame, states, grad)
@@ -242,16 +243,18 @@ def run(op: Op, xs: Sequence[Any]) -> Any:
     )
     if recomputing and runner.observes_gradients:
         BackwardCommit.open()
-    if autocast_dtype is None:
-        call = Call(op, device, frame, region, seed, task, [])
-        result = runner(call, xs, grad)
-    else:  # references do their own casts: torch's autocast must not add more
-        call = Call(op, device, frame, region, seed, task, [], (device.type, autocast_dtype))
-        with torch.autocast(device.type, enabled=False):
+    autocast = None if autocast_dtype is None else (device.type, autocast_dtype)
+    call = Call(op, device, frame, region, seed, task, [], autocast, FROZEN.get(), states)
+    try:
+        if autocast is None:
             result = runner(call, xs, grad)
-    for write in call.done:
-        write()
-    call.done.clear()  # the autograd nodes keep the call, and need not keep what was written
+        else:  # references do their own casts: torch's autocast must not add more
+            with torch.autocast(device.type, enabled=False):
+                result = runner(call, xs, grad)
+        for write in call.done:
+            write()
+    finally:  # the writes hold the call, and the autograd nodes keep it
+        call.done.clear()
     if frame is None and region is not None:
         region.close(failed=False)
     return result
@@ -264,11 +267,6 @@ eval_frame.set_code_exec_strategy(
     run.__code__,
     eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP),
 )
-
-
-def _replayed() -> bool:
-    replay = ckpt.REPLAY.get()
-    return replay is not None and not replay.recording
 
 
 def _frame(op: Op, recomputing: bool) -> Frame | None:
@@ -301,8 +299,8 @@ def _runner(
     cache = _cache_of(op)
     tensors = cache.tensors(op)
     try:
-        device = xs[0].device
-        signature = tuple([(x.shape, x.dtype, x.device, x.requires_grad, _kind(x)) for x in xs])
+        device: torch.device = xs[0].device
+        seen = list(map(_values_of_input, xs))
     except (AttributeError, IndexError):
         raise ShapeError(_bad_input(op, xs)) from None
     kind = device.type
@@ -310,20 +308,49 @@ def _runner(
     if kind in REGISTRY.waiting:  # before the key is made: its version moves
         REGISTRY.prepare(kind)
     autocast_dtype = torch.get_autocast_dtype(kind) if autocasts else None
-    ids: dict[int, int] = {}
-    key = (
-        cache.token,
-        signature,
-        tuple([(t.shape, t.dtype, t.device, t.requires_grad, _format(t)) for t in tensors]),
-        tuple([ids.setdefault(id(t), k) for k, t in enumerate(tensors)]),
+    around = (
         (frame.key, PLACE.get()) if frame is not None else None,
         grad,
         autocast_dtype,
-        torch.are_deterministic_algorithms_enabled(),
+        torch._C._get_deterministic_algorithms(),
         tuple(map(bool, cache.hooks)) if any(cache.hooks) else (),
         REGISTRY.version,
         passes.version,
+    )
+    # Equal ids now and then mean that the same places held one tensor: nothing is kept, and values are compared.
+    values = (cache.token, around, seen, list(map(_values, tensors)), list(map(id, tensors)))
+    last = cache.last.get(grad)
+    if last is not None and last[0] == values:
+        return last[1], autocast_dtype, device
+    found = _keyed(op, xs, tensors, frame, around)
+    plain = not cache.foreign and not (grad and cache.added)
+    if plain and not any(isinstance(x, QuantizedTensor) for x in (*xs, *tensors)):
+        cache.last[grad] = values, found
+    return found, autocast_dtype, device
+
+
+_values = attrgetter("shape", "dtype", "device", "requires_grad", "__class__")
+_values_of_input = attrgetter("shape", "dtype", "device", "requires_grad", "__class__", "layout")
+
+
+def _keyed(
+    op: Op,
+    xs: Sequence[Any],
+    tensors: list[torch.Tensor],
+    frame: Frame | None,
+    around: tuple[Any, ...],
+) -> PlanRunner:
+    """The runner of a key, made where there is none."""
+    cache, grad = _cache_of(op), around[1]
+    ids: dict[int, int] = {}
+    key = (
+        cache.token,
+        tuple([(x.shape, x.dtype, x.device, x.requires_grad, _kind(x)) for x in xs]),
+        tuple([(t.shape, t.dtype, t.device, t.requires_grad, _format(t)) for t in tensors]),
+        tuple([ids.setdefault(id(t), k) for k, t in enumerate(tensors)]),
+        *around,
         cache.strangers() if cache.foreign else (),
+        cache.main_grads(op, tensors) if grad and cache.added else (),
     )
     found = cache.runners.get(key)
     if found is None:
@@ -332,7 +359,7 @@ def _runner(
         if len(cache.runners) >= MAX_RUNNERS:
             cache.runners.clear()
         cache.runners[key] = found
-    return found, autocast_dtype, device
+    return found
 
 
 def _kind(x: torch.Tensor) -> Any:
@@ -433,6 +460,7 @@ def _request(
         calibrating=frame.calibrating if frame is not None else False,
         autocast_dtype=key[6],
         place=PLACE.get(),
+        main_grads=key[-1],
     )
 
 
@@ -554,7 +582,7 @@ def _other(rows: int, taken: set[int]) -> int:
 
 
 def _describe(request: Request, key: tuple[Any, ...]) -> dict[str, Any]:
-    recipe = request.recipe
+    recipe, dtype = request.recipe, request.autocast_dtype
     try:
         shown: Any = None if recipe is None else recipe.to_dict()
     except Error:
@@ -568,7 +596,5 @@ def _describe(request: Request, key: tuple[Any, ...]) -> dict[str, Any]:
         "grad": request.grad,
         "recipe": shown if request.quantized else None,
         "calibrating": request.calibrating,
-        "autocast_dtype": None
-        if request.autocast_dtype is None
-        else str(request.autocast_dtype).removeprefix("torch."),
+        "autocast_dtype": dtype and str(dtype).removeprefix("torch."),
     }

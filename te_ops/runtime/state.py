@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +25,26 @@ from te_ops.quantizers import (
     split_nonfinite,
 )
 from te_ops.recipe import DelayedScaling, Recipe, Role
+from te_ops.runtime.observed import Cell, Observation, Seen, observe
+from te_ops.runtime.rolls import UPDATES, Formula, Roll, again, formula_of, key_of, roll_on_device
+
+__all__ = [
+    "UPDATES",
+    "BackwardCommit",
+    "Cell",
+    "DelayedState",
+    "Observation",
+    "Roll",
+    "Seen",
+    "commit",
+    "commit_region",
+    "load_state",
+    "make_state",
+    "observe",
+    "prepare",
+    "registered",
+    "state_of",
+]
 
 _KIND = STATE_PREFIX.partition(".")[2]
 
@@ -38,6 +57,7 @@ class DelayedState(nn.Module):
     """
 
     _version = 1
+    reads: ClassVar[list[tuple[DelayedState, DelayedScaling, float]] | None] = None  # while watched
     scale: torch.Tensor
     amax_history: torch.Tensor
     nonfinite_steps: torch.Tensor
@@ -50,6 +70,7 @@ class DelayedState(nn.Module):
         )
         self.register_buffer("nonfinite_steps", torch.zeros(1, dtype=torch.int64, device=device))
         self.maker: tuple[DelayedScaling, float] | None = None
+        self.formula: Formula | None = None  # of the last step that a kernel rolled
         self.version = 0
         _REGISTERED.append(weakref.ref(self))
 
@@ -74,7 +95,12 @@ class DelayedState(nn.Module):
 
     def scale_for(self, config: DelayedScaling, fp8_max: float) -> torch.Tensor:
         """The scale under this recipe; the buffer itself if this recipe (or none known) made it."""
-        if self.maker is None or self.maker == (config, fp8_max):
+        if DelayedState.reads is not None:
+            DelayedState.reads.append((self, config, fp8_max))
+        maker = self.maker
+        if maker is None or (maker[0] is config and maker[1] == fp8_max):
+            return self._buffers["scale"]  # type: ignore[return-value]
+        if maker == (config, fp8_max):
             return self.scale
         history = resize_history(self.amax_history, config.amax_history_len)
         return scale_from_history(
@@ -156,7 +182,8 @@ def make_state(
     """
     found = state_of(op, operand)
     if found is not None:
-        return found if device is None or found.scale.device == device else found.to(device)
+        here = device is None or found._buffers["scale"].device == device  # type: ignore[union-attr]
+        return found if here else found.to(device)
     if device is None:
         own = (*op.parameters(recurse=False), *op.buffers(recurse=False))
         device = next((t.device for t in own), None)
@@ -213,33 +240,6 @@ def prepare(model: nn.Module, recipe: Recipe) -> nn.Module:
 # -- observation and commit
 
 
-@dataclass
-class Observation:
-    """What one step saw of one state; several uses in a region combine by max."""
-
-    amax: torch.Tensor
-    config: DelayedScaling
-    fp8_max: float
-    group: Any
-    when: torch.Tensor | None = None  # 0-dim bool: roll only if it holds, without asking the host
-
-
-def observe(
-    into: dict[DelayedState, Observation],
-    state: DelayedState,
-    amax: torch.Tensor,
-    seen: Observation,
-) -> None:
-    """Add an observation to a region (or a backward) that commits later."""
-    old = into.get(state)
-    into[state] = Observation(
-        amax if old is None else torch.maximum(old.amax, amax),
-        seen.config,
-        seen.fp8_max,
-        seen.group,
-    )
-
-
 def commit_region(region: Region) -> None:
     """Exit of the outermost autocast: every observed forward state rolls once."""
     commit(region.observed, region.groups)
@@ -253,8 +253,14 @@ def commit(observed: dict[DelayedState, Observation], groups: Iterable[Any] = ()
     found = [o.group for o in observed.values() if o.group is not None and o.config.reduce_amax]
     for group in dict.fromkeys((*groups, *found)):
         _reduce(observed, group)
+    left = observed
+    if UPDATES:
+        key = key_of(observed)
+        if again(observed, key):
+            return
+        left = roll_on_device(observed, key)
     alike: dict[Any, list[tuple[DelayedState, Observation]]] = {}
-    for state, seen in observed.items():
+    for state, seen in left.items():
         alike.setdefault(_batch_key(state, seen), []).append((state, seen))
     for key, items in alike.items():
         if key is None or len(items) == 1:
@@ -266,17 +272,14 @@ def commit(observed: dict[DelayedState, Observation], groups: Iterable[Any] = ()
 
 def _batch_key(state: DelayedState, seen: Observation) -> Any:
     """States with equal keys roll in the same few torch calls; None: one by one."""
-    config = seen.config
-    plain = not callable(config.amax_compute_algo) and config.scaling_factor_compute_algo is None
-    made_here = state.maker in (None, (config, seen.fp8_max))
-    if not (
-        plain
-        and made_here
-        and len(state.amax_history) == config.amax_history_len
-        and seen.when is None
+    formula = formula_of(seen.config, seen.fp8_max)
+    if (
+        seen.when is not None
+        or formula is None
+        or not formula.fits(state.maker, state.amax_history)
     ):
         return None
-    return config, seen.fp8_max, state.scale.device, seen.amax.device
+    return seen.config, seen.fp8_max, state.scale.device, seen.amax.device
 
 
 def _advance_together(items: list[tuple[DelayedState, Observation]]) -> None:
@@ -371,12 +374,16 @@ class BackwardCommit:
 
     @classmethod
     def observe(
-        cls, outer: int, state: DelayedState, amax: torch.Tensor, seen: Observation
+        cls,
+        outer: int,
+        found: Iterable[tuple[DelayedState, torch.Tensor | Cell, Seen | Observation]],
     ) -> None:
-        """Add an observation of the current backward; `outer` is the one that its forward ran in, or -1."""
+        """Add observations of the current backward; `outer` is the one that its forward ran in, or -1."""
         task = torch._C._current_graph_task_id()
         with cls._lock:
             root = task if outer == -1 else cls._roots.get(outer, outer)
             if root != task:
                 cls._roots[task] = root
-            observe(cls._open(root), state, amax, seen)
+            into = cls._open(root)
+            for state, amax, seen in found:
+                observe(into, state, amax, seen)

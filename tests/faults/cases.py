@@ -315,13 +315,28 @@ def _rms(x: torch.Tensor, w: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
     return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * w
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal, [b, s, h, d], grouped."""
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    *,
+    cap: float | None = None,
+) -> torch.Tensor:
+    """Causal, [b, s, h, d], grouped; scores capped, then biased; a sink is one more key with value 0."""
     groups = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(groups, 2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
     hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(1)
-    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    scores = (scores if bias is None else scores + bias).masked_fill(hidden, -math.inf)
+    if sink is not None:
+        more = sink.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        return torch.einsum(
+            "bhqk,bkhd->bqhd", torch.cat([scores, more], -1).softmax(-1)[..., :-1], v
+        )
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
 
 
 def _rope(x: torch.Tensor, dim: int, base: float = 10000.0) -> torch.Tensor:
@@ -546,6 +561,20 @@ _BASIC = [
         kinds=(te.Attention,),
     ),
     Case(
+        "Attention_bias_sink",
+        lambda dtype: te.Attention(
+            4,
+            2,
+            core_attention_bias_type="post_scale_bias",
+            softmax_type="learnable",
+            logits_soft_cap=3.0,
+            dtype=dtype,
+        ),
+        _xs((5, 4, 16), (5, 2, 16), (5, 2, 16), (4, 5, 5)),
+        lambda m, q, k, v, bias: _attention(q, k, v, bias, m.softmax_offset, cap=3.0),
+        kinds=(te.Attention,),
+    ),
+    Case(
         "Attention_packed_rope",
         lambda _: te.Attention(4, 2, packed=True, rotary=te.RoPE(8)),
         _x(5, 8 * 16),
@@ -663,11 +692,11 @@ quantized_case = pytest.mark.parametrize("case", QUANTIZED, ids=lambda c: c.name
 
 
 def op_classes() -> dict[str, type]:
-    """Every op class that te_ops exports."""
+    """Every op class that te_ops exports, but a cache, which is no function of its inputs."""
     return {
         name: thing
         for name, thing in vars(te).items()
-        if inspect.isclass(thing) and issubclass(thing, te.Op) and thing is not te.Op
+        if inspect.isclass(thing) and issubclass(thing, te.Op) and thing not in (te.Op, te.KVCache)
     }
 
 

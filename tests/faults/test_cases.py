@@ -89,6 +89,7 @@ DEEP = (
     "Residual",
     "Recompute",
     "Attention",
+    "Attention_bias_sink",
     "Attention_packed_rope",
     "ForeignModule",
     "Extras",

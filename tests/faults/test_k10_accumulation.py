@@ -106,8 +106,18 @@ def test_records_carry_their_own_scale(recipe: te.Recipe | None) -> None:
         assert torch.equal(q.dequantize(), before)
 
 
+def test_a_missing_main_grad_is_named_at_the_first_forward() -> None:
+    """B057: and not deep in the backward."""
+    model = te.Sequential(te.Linear(8, 8, accumulate_into_main_grad=True))
+    with pytest.raises(te.PlanError, match=r"Sequential\.0\.weight accumulates .* but has none"):
+        model(torch.randn(4, 8))
+    model[0].weight.main_grad = torch.zeros(8, 8)
+    model(torch.randn(4, 8)).sum().backward()
+    assert model[0].weight.main_grad.any()
+    assert model[0].weight.grad is None
+
+
 def test_options_that_do_not_exist_are_refused() -> None:
-    """B057: there is no main_grad accumulation in this version, so nothing may pretend to take it."""
-    for option in ("accumulate_into_main_grad", "fuse_wgrad_accumulation", "delay_wgrad_compute"):
+    for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
         with pytest.raises(TypeError):
             te.Linear(8, 8, **{option: True})  # type: ignore[arg-type]

@@ -82,6 +82,11 @@ OPS: dict[str, tuple[dict[str, Any], Callable[[], Inputs], dict[str, tuple[Any, 
             "out_features": (W, 32),
             "bias": (True, False),
             "init_std": (None, 3.0),
+            "init_method": (None, nn.init.ones_),
+            "params_dtype": (None, _D),
+            "accumulate_into_main_grad": (False, True),  # without a main_grad: an error
+            "fuse_wgrad_accumulation": (False, True),
+            "return_bias": (False, True),
             **_META,
         },
     ),
@@ -139,10 +144,12 @@ OPS: dict[str, tuple[dict[str, Any], Callable[[], Inputs], dict[str, tuple[Any, 
             "interleaved": (False, True),
             "start_position": (0, 3),
             "qkv_format": ("bshd", "sbhd"),
+            "positions": ("start", "offsets"),
+            "rope_scaling": (None, {"rope_type": "linear", "factor": 2.0}),
         },
     ),
     "Attention": (
-        {"num_heads": 4},
+        {"num_heads": 4, "softmax_type": "learnable"},
         _qkv(),
         {
             "num_heads": (4, 2),
@@ -156,6 +163,19 @@ OPS: dict[str, tuple[dict[str, Any], Callable[[], Inputs], dict[str, tuple[Any, 
             "packed": (False, True),
             "rotary": (None, te.RoPE(8)),
             "return_lse": (False, True),
+            "return_max_logit": (False, True),
+            "attention_type": ("self", "cross?"),
+            "attention_dropout": (0.0, 0.5),
+            "core_attention_bias_type": ("no_bias", "alibi"),
+            "alibi_slopes": (None, "input"),
+            "softmax_type": ("learnable", "vanilla"),
+            "logits_soft_cap": (None, 0.5),
+            "score_mod": (None, cases.softcap(cap=0.5)),
+            "q_norm": (None, te.L2Normalization()),
+            "k_norm": (None, te.L2Normalization()),
+            "qk_norm_before_rope": (True, "no"),
+            "cache": (None, te.KVCache(2, 8, 4, 16)),
+            **_META,
         },
     ),
 }
@@ -234,7 +254,8 @@ def test_op_keyword_changes_something(name: str, keyword: str) -> None:
 @pytest.mark.parametrize("name", [*OPS, *sorted(PIPELINES)])
 def test_op_refuses_unknown_keywords(name: str) -> None:
     fixed = OPS[name][0] if name in OPS else {}
-    for unknown in ("accumulate_into_main_grad", "return_bias", "interval", "x"):
+    theirs = () if name == "Linear" else ("fuse_wgrad_accumulation", "return_bias")
+    for unknown in (*theirs, "interval", "x"):
         with pytest.raises(TypeError):
             getattr(te, name)(**fixed, **{unknown: 1})
 

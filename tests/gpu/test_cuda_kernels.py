@@ -12,6 +12,7 @@ from te_ops.backends.cuda import compile as compiler
 from te_ops.errors import PlanError
 from te_ops.quantizers import Record
 from tests.backends.cuda.cases import BIG_SHAPES, BIND, SHAPES, Case, cases, check, drawer
+from tests.backends.cuda.cases_pointwise import cases as together
 from tests.gpu.sync import synchronising_is_an_error
 
 pytestmark = [
@@ -35,7 +36,7 @@ def fits(case: Case, shape: tuple[int, ...]) -> bool:
     )
 
 
-@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*cases(), *together()], ids=lambda case: case.name)
 def test_equals_the_reference(case: Case) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     for i, shape in enumerate((*SHAPES, *BIG_SHAPES)):

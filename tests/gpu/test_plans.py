@@ -11,7 +11,7 @@ import torch
 import te_ops as te
 from te_ops.registry import REGISTRY
 from te_ops.testing import assert_close, cases
-from tests.gpu.sync import synchronising_is_an_error
+from tests.gpu.sync import held, synchronising_is_an_error
 
 RECIPES = {
     "none": None,
@@ -119,13 +119,13 @@ def test_a_replayed_step_does_not_synchronise(name) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_memory_is_flat_from_the_second_step(name) -> None:
     model, x = block(torch.bfloat16).cuda(), torch.randn(2, 32, 64, device="cuda").bfloat16()
-    held = []
-    for _ in range(6):
+
+    def run() -> None:
         model.zero_grad()
         step(model, x, RECIPES[name])
-        torch.cuda.synchronize()
-        held.append(torch.cuda.memory_allocated())
-    assert len(set(held[2:])) == 1, held
+
+    seen = held(run, 6)
+    assert len(set(seen[2:])) == 1, seen
 
 
 def test_another_stream_and_another_current_device_state() -> None:

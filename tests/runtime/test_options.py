@@ -24,8 +24,34 @@ SCALED = (ROW, torch.linspace(0.5, 1.0, 8))
 GLU = {"glu_interleave_size": [4, 2]}
 CLAMPED = GLU | {"limit": [1.0], "alpha": [0.5], "glu_linear_offset": [0.0]}
 NORM = {"eps": [0.5], "zero_centered_gamma": [True]}
-ROPE = {"base": [10.0], "interleaved": [True], "start_position": [3], "dim": [2]}
+ROPE = {
+    "base": [10.0],
+    "interleaved": [True],
+    "start_position": [3],
+    "dim": [2],
+    "rope_scaling": [{"rope_type": "linear", "factor": 2.0}],
+}
+SLOPES: dict[str, list[Any]] = {"alibi_slopes": [(1.0, 0.5, 2.0, 0.0)]}
 MASKS = {"attn_mask_type": ["no_mask"], "window_size": [(2, 0)], "softmax_scale": [0.1]}
+
+
+@te.pointwise
+def halved(s):  # type: ignore[no-untyped-def]
+    """A score modifier."""
+    return 0.5 * s
+
+
+SCORES: dict[str, list[Any]] = {
+    "return_lse": [True],
+    "return_max_logit": [True],
+    "attention_dropout": [0.5],
+    "core_attention_bias_type": ["alibi"],
+    "softmax_type": ["off-by-one"],
+    "logits_soft_cap": [1.0],
+    "score_mod": [halved()],
+    "q_norm": [te.L2Normalization()],
+    "k_norm": [te.RMSNorm(4, eps=1.0)],
+}
 SEQUENCE = {"qkv_format": ["sbhd"]}
 
 # op, constructor arguments, inputs, and by attribute the other values to try
@@ -58,7 +84,14 @@ CASES: list[tuple[Any, dict[str, Any], tuple[Tensor, ...], dict[str, list[Any]]]
         {"label_smoothing": [0.3], "ignore_index": [3], "reduction": ["sum", "none"]},
     ),
     (te.RoPE, {"dim": 4}, (HEADS[0],), ROPE | SEQUENCE),
-    (te.Attention, {"num_heads": 4}, tuple(HEADS), MASKS | SEQUENCE | {"return_lse": [True]}),
+    (te.Attention, {"num_heads": 4}, tuple(HEADS), MASKS | SEQUENCE | SCORES),
+    (te.Attention, {"num_heads": 4, "core_attention_bias_type": "alibi"}, tuple(HEADS), SLOPES),
+    (
+        te.Attention,
+        {"num_heads": 4, "q_norm": te.RMSNorm(4), "rotary": te.RoPE(4)},
+        tuple(HEADS),
+        {"qk_norm_before_rope": [False]},
+    ),
     (te.Quantize, {"quantizer": te.MXFP8Quantizer()}, (ROW,), {"forward": [False]}),
     (te.Dequantize, {}, (ROW,), {"dtype": [torch.bfloat16]}),
 ]
@@ -116,7 +149,14 @@ def test_every_option_is_in_the_table() -> None:
         "device",
         "dtype",
         "in_place",
+        "cuda_graph",
         "init_std",
+        "init_method",
+        "params_dtype",
+        "others",  # refused, see tests/basic/test_unsupported.py
+        "fuse_wgrad_accumulation",
+        "return_bias",  # tests/layers/test_keywords.py
+        "accumulate_into_main_grad",  # test_main_grad.py switches it on later
         "normalized_shape",
         "size",
         "in_features",
@@ -130,6 +170,18 @@ def test_every_option_is_in_the_table() -> None:
         "kv_channels",
         "packed",
         "rotary",
+        "attention_type",
+        "cache",
+        "max_batch_size",
+        "max_sequence_length",
+        "num_heads_kv",
+        "head_dim_k",
+        "head_dim_v",
+        "window",
+        "rollback",
+        "page_size",
+        "total_num_pages",
+        "positions",
         "bottom_right_diagonal",
         "residual",
         "quantizer",

@@ -1,0 +1,543 @@
+"""One pair of CUDA graphs: a module's whole forward, and its backward, over memory that stays where it is.
+
+What delayed scaling observes inside is not rolled inside: the replay hands it to the caller's region (or backward),
+which commits as it does for an eager call. Amaxes leave a graph as one tensor for all of its states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from te_ops.context import FROZEN, RECORDING, Region, current, observing_into
+from te_ops.errors import Error, PlanError
+from te_ops.op import Op
+from te_ops.runtime.checkpoint import recorded
+from te_ops.runtime.frozen import FrozenWeights
+from te_ops.runtime.state import Cell, DelayedState, Observation, Seen
+
+Body = Callable[[], list[torch.Tensor]]
+"""What is captured: it returns the tensors that a replay fills again."""
+
+
+class Engine(Protocol):
+    """How a device type records bodies and replays them."""
+
+    def pool(self, device: torch.device) -> Any:
+        """Memory that recordings which never wait for each other may share."""
+
+    def apart(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """Where rehearsals run: apart from the caller's stream, ordered after what it holds and before what follows."""
+
+    def record(
+        self, body: Body, pool: Any, device: torch.device
+    ) -> tuple[list[torch.Tensor], Callable[[], Any]]:
+        """Record the body; its results, and what fills them again on the current stream."""
+
+    def strict(self) -> contextlib.AbstractContextManager[Any]:
+        """Within, what waits for the device raises: a recording that fails in the middle leaves traces."""
+
+    def capturing(self) -> bool:
+        """Whether the caller is recording the current stream himself."""
+
+    def turn(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """Within, the current stream is behind all earlier replays on the device, and nobody else issues one."""
+
+
+class CudaEngine:
+    """Recording by CUDA's stream capture; errors of other threads do not touch it, nor it them.
+
+    All recordings of a device are made on one stream, so their GEMMs may share scratch memory of cuBLAS: replays on
+    several streams therefore wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self.streams: dict[tuple[int | None, str], Any] = {}
+        self.turns: dict[torch.device, _Turn] = {}
+
+    def pool(self, device: torch.device) -> Any:
+        """See `Engine`."""
+        return torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def apart(self, device: torch.device) -> Iterator[None]:
+        """See `Engine`."""
+        with torch.cuda.device(device):
+            before = torch.cuda.current_stream()
+            side = self._stream(device, "rehearse")
+            side.wait_stream(before)
+            try:
+                with torch.cuda.stream(side):
+                    yield
+            finally:
+                before.wait_stream(side)
+
+    def record(
+        self, body: Body, pool: Any, device: torch.device
+    ) -> tuple[list[torch.Tensor], Callable[[], Any]]:
+        """See `Engine`."""
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.stream(self._stream(device, "record")):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                results = body()
+            except BaseException:
+                self._abort(graph, pool)
+                raise
+            graph.capture_end()
+        return results, graph.replay
+
+    def _stream(self, device: torch.device, use: str) -> Any:
+        """One stream for each use: libraries keep memory by stream, which all graphs then share."""
+        key = device.index, use
+        if key not in self.streams:
+            self.streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self.streams[key]
+
+    @staticmethod
+    def _abort(graph: Any, pool: Any) -> None:
+        """End a capture that failed, so that the next one finds the device as it was."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+            if end is not None:
+                with contextlib.suppress(RuntimeError):
+                    end(torch.cuda.current_device(), pool)
+
+    @contextlib.contextmanager
+    def strict(self) -> Iterator[None]:
+        """See `Engine`. torch keeps one mode for the process."""
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls the mode a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def capturing(self) -> bool:
+        """See `Engine`."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def turn(self, device: torch.device) -> _Turn:
+        """See `Engine`."""
+        found = self.turns.get(device)
+        if found is None:
+            found = self.turns.setdefault(device, _Turn(device))
+        return found
+
+
+class _Turn:
+    """The replays of one device, one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.index = device, device.index
+        self.lock = threading.Lock()
+        self.handle: int | None = None
+        self.last: Any = None
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        try:
+            handle = torch._C._cuda_getCurrentRawStream(self.index)
+            if handle != self.handle:
+                now = torch.cuda.current_stream(self.device)
+                if self.last is not None:
+                    now.wait_stream(self.last)
+                self.last, self.handle = now, handle
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+ENGINES: dict[str, Engine] = {"cuda": CudaEngine()}
+"""By device type; a device without one runs eagerly."""
+
+
+LOCK = threading.RLock()
+"""One recording at a time in a process."""
+
+
+@contextlib.contextmanager
+def marked() -> Iterator[None]:
+    """Within, this context rehearses or records; copies of weights that calls share are neither taken nor made."""
+    tokens = RECORDING.set(True), FROZEN.set(None)
+    try:
+        yield
+    finally:
+        RECORDING.reset(tokens[0])
+        FROZEN.reset(tokens[1])
+
+
+@dataclass(eq=False, repr=False)
+class Amaxes:
+    """What one phase observes: states, and a tensor with the amaxes of all of them."""
+
+    states: list[tuple[DelayedState, Observation]] = field(default_factory=list)
+    amaxes: torch.Tensor | None = None
+
+    @staticmethod
+    def of(observed: dict[DelayedState, Observation]) -> Amaxes:
+        """The amaxes of a region in one tensor."""
+        if not observed:
+            return Amaxes()
+        return Amaxes(
+            list(observed.items()), torch.stack([o.amax.reshape(()) for o in observed.values()])
+        )
+
+    def fresh(self, group: Any) -> list[tuple[DelayedState, Cell, Seen]]:
+        """A copy of the amaxes (the next replay writes them again), with the group of the call."""
+        if self.amaxes is None:
+            return []
+        block = self.amaxes.clone().view(torch.uint8)
+        return [
+            (state, Cell(block, 4 * i), Seen(o.config, o.fp8_max, group))
+            for i, (state, o) in enumerate(self.states)
+        ]
+
+
+Root = tuple[weakref.ref[Op], list[DelayedState]]
+"""An op that was called in a recording, and the states that it read."""
+
+
+@dataclass(eq=False, repr=False)
+class Pair:
+    """A captured forward and, where gradients are wanted, the backward of it."""
+
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    tree: Any  # how the outputs form the module's result
+    forward: Callable[[], Any]
+    seen: Amaxes
+    groups: tuple[Any, ...]
+    roots: list[Root]
+    reads: list[tuple[DelayedState, Any]]  # scales that were read from the buffer, and their maker
+    backward: Callable[[], Any] | None = None
+    dys: list[torch.Tensor | None] = field(default_factory=list)  # by output
+    grads: list[torch.Tensor | None] = field(default_factory=list)  # by input, then parameter
+    seen_back: Amaxes = field(default_factory=Amaxes)
+    copies: FrozenWeights | None = None  # of weights, that it reads or makes
+
+    def __post_init__(self) -> None:
+        self.bare = self.tree == _pytree.tree_structure(0)  # the result is one tensor
+
+    def stale(self) -> bool:
+        """Whether a scale has to be derived anew, for another recipe than made it: that is done eagerly."""
+        return any(s.maker is not None and s.maker != maker for s, maker in self.reads)
+
+
+@dataclass(eq=False, repr=False)
+class Task:
+    """What to capture: a call on static inputs, and the parameters that want gradients."""
+
+    call: Callable[[list[torch.Tensor]], Any]
+    module: nn.Module
+    inputs: list[torch.Tensor]
+    params: list[torch.Tensor]
+    grad: bool
+    copies: FrozenWeights | None = None  # of weights, shared with other recordings
+    first: bool = False  # this one makes the copies
+    twins: list[torch.Tensor | None] = field(
+        default_factory=list
+    )  # of the parameters, see `twinned`
+
+
+class _Pass:
+    """Forward and backward bodies over shared variables: the recorded backward is that of the recorded forward."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.region = Region()
+        self.outputs: list[torch.Tensor] = []
+        self.tree: Any = None
+        self.dys: list[torch.Tensor | None] = []
+        self.grads: list[torch.Tensor | None] = []
+        self.seen, self.seen_back = Amaxes(), Amaxes()
+
+    def forward(self) -> list[torch.Tensor]:
+        self.region.observed, self.region.gradients = {}, {}
+        task = self.task
+        if task.copies is not None and task.first:
+            task.copies.end()
+        token = FROZEN.set(task.copies)
+        try:
+            with observing_into(self.region):
+                result = task.call(task.inputs)
+        finally:
+            FROZEN.reset(token)
+        leaves, self.tree = _pytree.tree_flatten(result)
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                raise PlanError(
+                    f"{type(self.task.module).__name__} returned a {type(leaf).__name__}; a graphed module returns "
+                    "tensors only, since a replay runs no Python"
+                )
+        self.outputs = [
+            leaf if not any(leaf is x for x in self.task.inputs) else leaf.view_as(leaf)
+            for leaf in leaves
+        ]
+        self.seen = Amaxes.of(self.region.observed)
+        amaxes = [] if self.seen.amaxes is None else [self.seen.amaxes]
+        return [*self.outputs, *amaxes]
+
+    @property
+    def differentiable(self) -> bool:
+        return self.task.grad and any(y.requires_grad for y in self.outputs)
+
+    def prepare_backward(self) -> None:
+        self.dys = [
+            torch.zeros_like(y, memory_format=torch.contiguous_format) if y.requires_grad else None
+            for y in self.outputs
+        ]
+
+    def backward(self) -> list[torch.Tensor]:
+        task = self.task
+        leaves = [*task.inputs, *task.params]
+        sources = [t for t in (*leaves, *task.twins) if t is not None and t.requires_grad]
+        pairs = [(y, dy) for y, dy in zip(self.outputs, self.dys, strict=True) if dy is not None]
+        self.region.gradients = {}
+        found = iter(
+            torch.autograd.grad(
+                [y for y, _ in pairs], sources, [dy for _, dy in pairs], allow_unused=True
+            )
+        )
+        self.grads = [next(found) if t.requires_grad else None for t in leaves]
+        for i, twin in enumerate(task.twins, len(task.inputs)):
+            mine, other = self.grads[i], None if twin is None else next(found)
+            self.grads[i] = other if mine is None else mine if other is None else mine + other
+        self.seen_back = Amaxes.of(self.region.gradients)
+        amaxes = [] if self.seen_back.amaxes is None else [self.seen_back.amaxes]
+        return [*(g for g in self.grads if g is not None), *amaxes]
+
+
+@contextlib.contextmanager
+def twinned(task: Task) -> Iterator[Task]:
+    """Within, the module holds twins of its parameters: their memory and version, but leaves of their own.
+
+    For autograd a leaf has one node as long as any graph reaches it, on the stream where that was made: a forward of
+    the caller that waits for its backward would tie its stream to the recording, and so would a rehearsal whose graph
+    autograd's worker thread has not let go of yet. The inputs of the task get twins for the same reason. Nor does a
+    recording run hooks on the gradients of parameters: they run when a replay's gradients arrive there. A module that
+    keeps a parameter elsewhere too still gets the gradient of both.
+    """
+    if not task.grad:
+        yield task
+        return
+    twins: list[torch.Tensor | None] = [_twin(p) for p in task.params]
+    by_id: dict[int, Any] = {
+        id(p): t for p, t in zip(task.params, twins, strict=True) if t is not None
+    }
+    places = [
+        (m._parameters, name, p)
+        for m in task.module.modules()
+        for name, p in m._parameters.items()
+        if id(p) in by_id
+    ]
+    try:
+        for table, name, p in places:
+            table[name] = by_id[id(p)]
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in task.inputs]
+        yield replace(task, inputs=inputs, twins=twins)
+    finally:
+        for table, name, p in places:
+            table[name] = p
+        read = set() if task.copies is None else task.copies.read
+        for i, twin in by_id.items():
+            if id(twin) in read:
+                read.remove(id(twin))
+                read.add(i)
+
+
+def _twin(p: torch.Tensor) -> nn.Parameter | None:
+    if type(p) is not nn.Parameter or not p.requires_grad:
+        return None
+    made = nn.Parameter(p.detach())
+    made.__dict__.update(p.__dict__)
+    return made
+
+
+@contextlib.contextmanager
+def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """What runs inside leaves random numbers and the module's buffers as they were."""
+    buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta]
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, kept in buffers:
+                    if not torch.equal(buffer, kept):
+                        _put_back(buffer, kept)
+
+
+def _put_back(buffer: torch.Tensor, kept: torch.Tensor) -> None:
+    """Write the value of before; for a backward that saved the buffer then, nothing has happened."""
+    if buffer.is_inference():
+        buffer.copy_(kept)
+        return
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(buffer):
+        buffer.copy_(kept)
+
+
+def rehearse(task: Task, times: int) -> list[tuple[DelayedState, Any]]:
+    """Run forward and backward as eager calls that commit nothing: plans, kernels and libraries are ready after it.
+
+    Returns the scales that were read, with the maker that each of them needs to be read from its buffer.
+
+    Raises:
+        Error: what the calls raise; PlanError for what no graph can hold.
+    """
+    reads: dict[Any, None] = {}
+    for _ in range(times):
+        made = _Pass(replace(task, copies=None))
+        saved, DelayedState.reads = DelayedState.reads, []
+        try:
+            with _located(task.module):
+                made.forward()
+                if made.differentiable:
+                    made.prepare_backward()
+                    made.backward()
+            found = DelayedState.reads or []
+        finally:
+            DelayedState.reads = saved
+        reads |= dict.fromkeys((s, (config, fp8_max)) for s, config, fp8_max in found)
+        _refuse_own_regions(task.module, made.region)
+    return list(reads)
+
+
+def _refuse_own_regions(module: nn.Module, region: Region) -> None:
+    for path, op in module.named_modules():
+        last = recorded(op) if isinstance(op, Op) else None
+        if last is None or last.frame is None or not last.versions:
+            continue
+        if last.frame.region is not region and current() is None:
+            raise PlanError(
+                f"{path or type(op).__name__}: the module enters te.autocast inside, whose exit rolls delayed "
+                "scaling's state within the graph; put the autocast around the call of the graphed module"
+            )
+
+
+def capture(
+    task: Task, engine: Engine, pool: Any, device: torch.device, warmup: int
+) -> Pair | None:
+    """Rehearse, then record both graphs; None if a scale has to be derived anew first (run eagerly then).
+
+    Raises:
+        PlanError: the module does what no graph can hold; it says where.
+    """
+    foreign = any(not isinstance(m, Op) and _own(m) for m in task.module.modules())
+    with LOCK, marked(), untouched(task.module, device):
+        with twinned(task) as twin, engine.apart(device):
+            reads = rehearse(twin, warmup)
+            if foreign:
+                with engine.strict():  # once more, since modules of others may wait for the device
+                    rehearse(twin, 1)
+        if any(s.maker is not None and s.maker != maker for s, maker in reads):
+            return None
+        with _no_gc(), _located(task.module), twinned(task) as twin:
+            made = _Pass(twin)
+            _, forward = engine.record(made.forward, pool, device)
+            backward = None
+            if made.differentiable:
+                made.prepare_backward()
+                _, backward = engine.record(made.backward, pool, device)
+    pair = Pair(
+        inputs=task.inputs,
+        outputs=[y.detach() for y in made.outputs],
+        tree=made.tree,
+        forward=forward,
+        seen=made.seen,
+        groups=tuple(made.region.groups),
+        roots=_roots(task.module, made.region),
+        reads=reads,
+        backward=backward,
+        dys=made.dys,
+        grads=made.grads,
+        seen_back=made.seen_back,
+        copies=task.copies,
+    )
+    made.outputs = []
+    return pair
+
+
+def _own(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own (containers for state have none)."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _roots(module: nn.Module, region: Region) -> list[Root]:
+    """Ops that were called in the recording; a recompute in a later backward asks for what they ran under."""
+    found = []
+    for op in module.modules():
+        last = recorded(op) if isinstance(op, Op) else None
+        if last is not None and last.frame is not None and last.frame.region is region:
+            assert isinstance(op, Op)
+            found.append((weakref.ref(op), list(last.versions)))
+    return found
+
+
+@contextlib.contextmanager
+def _no_gc() -> Iterator[None]:
+    """A collection inside a recording could free what may not be freed there."""
+    gc.collect()
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _located(module: nn.Module) -> Iterator[None]:
+    """An error of something that no graph can hold becomes a PlanError that says in which module it happened."""
+    try:
+        yield
+    except Error:
+        raise
+    except RuntimeError as error:
+        where = _where(module, error)
+        raise PlanError(
+            f"{where}: it cannot be part of a CUDA graph ({str(error).splitlines()[0]}); what waits for the device "
+            "or reads values on the host has to stay outside of the graphed module"
+        ) from error
+
+
+def _where(module: nn.Module, error: BaseException) -> str:
+    """The innermost module of this tree in the error's traceback."""
+    names = {id(m): path for path, m in module.named_modules()}
+    found: Any = module
+    trace = error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if id(owner) in names:
+            found = owner
+        trace = trace.tb_next
+    path = names[id(found)]
+    title = type(module).__name__
+    return f"{title}.{path} ({type(found).__name__})" if path else title
+
+
+def static_inputs(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Memory that a graph reads its inputs from, with the values of these."""
+    with torch.inference_mode(False), torch.no_grad():
+        made = [torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x) for x in xs]
+    return [s.requires_grad_(x.requires_grad) for s, x in zip(made, xs, strict=True)]

@@ -1,0 +1,106 @@
+"""What the recorded graph of a module has taken in, so that a change of it makes another signature."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_ops.context import join_path
+from te_ops.op import GLOBAL_HOOKS, HOOKS, Epoch, Op, Scalar
+from te_ops.runtime.state import DelayedState
+
+
+class Watched:
+    """Tensors, modes, hooks and numbers of a module tree, read again when an op announces a change.
+
+    It keeps the tables of the root, not the root, whose cache it lives in.
+    """
+
+    def __init__(self, module: nn.Module, root_hooks: bool) -> None:
+        self.epoch = Epoch.now
+        modules = list(module.named_modules())
+        self.title = type(module).__name__
+        self.others = [m for path, m in modules if path]
+        self.params = [
+            (m._parameters, name)
+            for _, m in modules
+            for name, p in m._parameters.items()
+            if p is not None
+        ]
+        self.paths = [
+            join_path(path, name)
+            for path, m in modules
+            for name, p in m._parameters.items()
+            if p is not None
+        ]
+        first: dict[int, int] = {}
+        for i, (table, name) in enumerate(self.params):
+            if type(table[name]) in (nn.Parameter, torch.Tensor):
+                first.setdefault(id(table[name]), i)
+        self.unique = list(first.values())
+        self.buffers = [
+            (m._buffers, name)
+            for _, m in modules
+            for name, b in m._buffers.items()
+            if b is not None and not (isinstance(m, DelayedState) and name != "scale")
+        ]
+        self.hooks = [
+            (path, m.__dict__[name]) for path, m in modules for name in HOOKS if path or root_hooks
+        ]
+        self.tables = [table for _, table in self.hooks]
+        self.scalars = [
+            value
+            for _, m in modules
+            if isinstance(m, Op)
+            for value in m.__dict__.values()
+            if isinstance(value, Scalar)
+        ]
+
+    def hooked(self) -> str | None:
+        """Where a hook is, since a replay would not run it."""
+        if any(GLOBAL_HOOKS):
+            return "a global module hook is registered"
+        if any(self.tables):
+            path = next(path for path, table in self.hooks if table)
+            return f"{path or self.title} has a module hook"
+        return None
+
+    def tensors(self) -> list[Any]:
+        """The dense parameters, as they are now."""
+        return [self.params[i][0][self.params[i][1]] for i in self.unique]
+
+    def key(self, module: nn.Module) -> tuple[Any, ...]:
+        """Everything of the modules that a recorded graph has taken in."""
+        held = [table.get(name) for table, name in self.params]
+        held += [table.get(name) for table, name in self.buffers]
+        try:
+            places: Any = (*map(_address, held), *map(_form, held))
+        except (
+            AttributeError,
+            RuntimeError,
+            TypeError,
+        ):  # one is gone, or has no storage of its own
+            places = tuple(map(_place, held))
+        return (
+            places,
+            (module.training, *map(_training, self.others)),
+            tuple([s.value for s in self.scalars]),
+        )
+
+
+_address = torch.Tensor.data_ptr
+_form = attrgetter("shape", "dtype", "requires_grad")
+_training = attrgetter("training")
+
+
+def _place(t: torch.Tensor | None) -> Any:
+    """Address and kind of a tensor that graphs read in place."""
+    if t is None:
+        return None
+    try:
+        return t.data_ptr(), t.shape, t.dtype, t.requires_grad
+    except RuntimeError:  # no storage of its own
+        return id(t), t.shape, t.dtype, t.requires_grad

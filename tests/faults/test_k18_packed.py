@@ -1,0 +1,81 @@
+"""K18: packed (THD) sequences and padding between sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import te_ops as te
+from tests.faults.attention import DEVICES, explicit, offsets, qkv
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized(te.Recipe):
+    """Attention operands in FP8, by the quantizer of another recipe."""
+
+    of: te.Recipe
+
+    def quantizer(self, role: te.Role) -> te.Quantizer | None:
+        if not role.prim.startswith("attention"):
+            return None
+        operand = "grad_output" if role.is_grad else "input"
+        return self.of.quantizer(te.Role("gemm", role.phase, operand, role.path))
+
+
+RECIPES = {
+    "current": te.recipe.Float8CurrentScaling(),
+    "mxfp8": te.recipe.MXFP8BlockScaling(),
+    "block": te.recipe.Float8BlockScaling(),
+}
+
+
+@pytest.mark.parametrize("name", [None, *RECIPES])
+def test_b100_padded_places_with_quantized_operands(device: str, name: Any) -> None:
+    """Real [0, 5, 12], places [0, 8, 24]: 24 rows come out, pad rows 0, real rows as unquantized ones."""
+    q, k, v = (
+        x[0].detach() for x in qkv(1, 24, 24, 4, 2, d=32, dtype=torch.float32, device=device)
+    )
+    inside = torch.zeros(24, dtype=torch.bool, device=device)
+    inside[0:5] = inside[8:15] = True
+    for x in (q, k, v):
+        x[~inside] = 0.0
+        x.requires_grad_()
+    op = te.Attention(4, 2, qkv_format="thd", attn_mask_type="padding_causal")
+    sequences = te.PackedSequences([0, 5, 12], cu_q_padded=[0, 8, 24], device=device)
+    recipe = None if name is None else Quantized(of=RECIPES[name])
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        o = op(q, k, v, sequences)
+    grads = torch.autograd.grad(o, (q, k, v), torch.randn_like(o))
+    assert o.shape == (24, 4, 32)
+    for x in (o, *grads):
+        assert torch.equal(x[~inside], torch.zeros_like(x[~inside]))
+        assert bool(x.isfinite().all())
+    noise = 1e-5 if name is None else 0.1
+    for a, n in ((0, 5), (8, 7)):
+        want, _ = explicit(*(x[None, a : a + n] for x in (q, k, v)), (offsets(n, n) > 0).to(device))
+        error = (o[a : a + n].detach().double() - want[0].detach()).norm() / want.detach().norm()
+        assert float(error) < noise
+
+
+@pytest.mark.parametrize("cu", [[0, 512, 512, 1024], [0, 0, 7], [0, 7, 7], [0, 0, 0, 3, 3, 3]])
+def test_b102_a_duplicate_entry_is_an_empty_sequence(device: str, cu: list[int]) -> None:
+    """Attention and RoPE alike, with the gradients of the sequences that there are."""
+    t = cu[-1]
+    x = torch.randn(t, 2 * 3 * 8, dtype=torch.float64, device=device, requires_grad=True)
+    model = te.Attention(2, packed=True, qkv_format="thd", rotary=te.RoPE(8, qkv_format="thd"))
+    y = model(x, te.PackedSequences(cu, device=device))
+    dy = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    distinct = sorted(set(cu))
+    alone = te.Attention(2, packed=True, rotary=te.RoPE(8))
+    for a, b in pairwise(distinct):
+        part = x.detach()[None, a:b].requires_grad_()
+        want = alone(part)
+        torch.testing.assert_close(y[a:b], want[0])
+        torch.testing.assert_close(dx[a:b], torch.autograd.grad(want, part, dy[None, a:b])[0][0])

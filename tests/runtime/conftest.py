@@ -1,0 +1,18 @@
+"""The engine that stands in for CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from te_ops.runtime import capture
+from tests.runtime.graph_engine import Rerun
+
+
+@pytest.fixture
+def engine() -> Iterator[Rerun]:
+    """Within the test, the CPU has graphs: recordings are run again."""
+    capture.ENGINES["cpu"] = made = Rerun()
+    yield made
+    del capture.ENGINES["cpu"]

@@ -1,0 +1,55 @@
+"""CUDA graphs without CUDA: a recording is run again, and its results are copied to where the first ones lie; data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+class Rerun:
+    """An engine for the CPU, so that all that surrounds the graphs is tested on any machine."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def pool(self, device: torch.device) -> Any:
+        return object()
+
+    @contextlib.contextmanager
+    def apart(self, device: torch.device) -> Iterator[None]:
+        yield
+
+    def record(
+        self, body: Callable[[], list[torch.Tensor]], pool: Any, device: torch.device
+    ) -> tuple[list[torch.Tensor], Callable[[], Any]]:
+        first = body()
+        self.recorded += 1
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+        def replay() -> None:
+            with torch.inference_mode(modes[1]), torch.set_grad_enabled(modes[0]):
+                again = body()
+            self.replayed += 1
+            for static, value in zip(first, again, strict=True):
+                static.detach().copy_(value.detach())
+
+        return first, replay
+
+    @contextlib.contextmanager
+    def strict(self) -> Iterator[None]:
+        yield
+
+    def capturing(self) -> bool:
+        return False
+
+    @contextlib.contextmanager
+    def turn(self, device: torch.device) -> Iterator[None]:
+        yield
+
+
+def data(rows: int = 16, grad: bool = True, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 32, generator=generator).requires_grad_(grad)
