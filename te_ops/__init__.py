@@ -34,12 +34,14 @@ from te_ops.basic.bias import Bias
 from te_ops.basic.dropout import Dropout
 from te_ops.basic.embedding import Embedding
 from te_ops.basic.gemm import Linear
+from te_ops.basic.kvcache import KVCache
 from te_ops.basic.loss import CrossEntropy
 from te_ops.basic.norm import L2Normalization, LayerNorm, RMSNorm
 from te_ops.basic.pointwise import Col, Row
 from te_ops.basic.pointwise import pointwise_op as pointwise
 from te_ops.basic.quantize import Dequantize, Quantize
 from te_ops.basic.rope import RoPE
+from te_ops.basic.sequences import PackedSequences
 from te_ops.basic.structure import (
     Add,
     AddExtraInput,
@@ -66,13 +68,25 @@ from te_ops.quantizers import (
     quantize,
 )
 from te_ops.recipe import Recipe, Role
-from te_ops.runtime import checkpoint, load_file, prepare, save_file
+from te_ops.runtime import (
+    Graphed,
+    checkpoint,
+    free_workspaces,
+    load_file,
+    make_graphed,
+    prepare,
+    save_file,
+    step,
+    warmup,
+    weights_frozen,
+)
+from te_ops.runtime.tune import tune
 from te_ops.sequential import Branch, Cut, Recompute, Residual, Sequential
 
 
 def __getattr__(name: str) -> object:
-    if name == "testing":  # on first use: training does not need it
-        return importlib.import_module("te_ops.testing")
+    if name in ("testing", "layers"):  # on first use: not every program needs them
+        return importlib.import_module(f"te_ops.{name}")
     raise AttributeError(f"module 'te_ops' has no attribute {name!r}")
 
 
@@ -102,9 +116,11 @@ __all__ = [
     "GEGLU",
     "GELU",
     "GLU",
+    "Graphed",
     "HybridQuantizer",
     "Identity",
     "IdentityQuantizer",
+    "KVCache",
     "L2Normalization",
     "LayerNorm",
     "Linear",
@@ -113,6 +129,7 @@ __all__ = [
     "NVFP4Quantizer",
     "NoKernelError",
     "Op",
+    "PackedSequences",
     "Pair",
     "PlanError",
     "QGEGLU",
@@ -144,8 +161,10 @@ __all__ = [
     "SwiGLU",
     "autocast",
     "checkpoint",
+    "free_workspaces",
     "graph",
     "load_file",
+    "make_graphed",
     "math",
     "pointwise",
     "prepare",
@@ -154,6 +173,10 @@ __all__ = [
     "registry",
     "save_file",
     "scalar",
+    "step",
+    "tune",
+    "warmup",
+    "weights_frozen",
     "backends",
     "basic",
     "runtime",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 
-CUDA = ("cublas", "cuda")
+CUDA = ("cublas", "cuda", "cudnn", "sdpa")
 
 
 def register_cuda() -> None:
-    """Register the kernels for CUDA devices: GEMMs through torch and cuBLAS, and our own compiled at run time.
+    """Register the kernels for CUDA devices: GEMMs, attention, and our own compiled at run time.
 
     Nothing is compiled and no vendor library is imported here; each kernel says whether it is available.
     """

@@ -119,6 +119,21 @@ def checked_here(values: torch.Tensor) -> bool:
     return values.device.type == "cpu"
 
 
+def on_host(values: torch.Tensor) -> list[Any]:
+    """The numbers of a small tensor, for a reference that walks by them; on a device that is a wait.
+
+    Raises:
+        PlanError: a CUDA graph is being captured, which cannot wait.
+    """
+    if values.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise PlanError(
+            "lengths of sequences (or of a cache) are read on the host here, since no kernel takes this "
+            "step; it cannot be captured in a CUDA graph: run it eagerly"
+        )
+    made: list[Any] = values.tolist()
+    return made
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype that maths on values of this dtype runs in: FP32, or FP64 for FP64."""
     return torch.float64 if dtype is torch.float64 else torch.float32

@@ -1,442 +1,105 @@
-"""Scaled dot product attention: the primitive, its linear-memory reference, gradient and Op.
-
-Formula (Vaswani et al., "Attention Is All You Need", 3.2.1, with the band of `te_ops.basic.band`):
-s = scale * q k^T, hidden keys -inf; p = exp(s - lse), lse = log(sum exp s); o = p v. A row without
-a key is 0, its lse +inf. Query head h reads key/value head h // (hq / hkv).
-"""
+"""The Attention op: what goes around the primitive, from Transformer Engine's keywords."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
-from te_ops.attrs import Dim
-from te_ops.basic.arguments import FLOATS, flag, number, positive_int, show, wide
+from te_ops.basic.arguments import FLOATS, flag, number, positive_int, show
+from te_ops.basic.attention_core import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    PUBLIC_LSE,
+    PUBLIC_MAX_LOGIT,
+    attention,
+)
+from te_ops.basic.attention_form import LAYOUTS
+from te_ops.basic.attention_masks import (
+    MaskType,
+    band_of,
+    has_padding,
+    is_bottom_right,
+    mask_name,
+)
 from te_ops.basic.band import Band
 from te_ops.basic.heads import merge_heads, split, split_heads
+from te_ops.basic.kvcache import KVCache
 from te_ops.basic.pointwise import cast
-from te_ops.basic.rope import SEQUENCE_AXIS, Layout, RoPE
-from te_ops.basic.tiles import grouped, tiles, ungrouped
+from te_ops.basic.rope import RoPE
+from te_ops.basic.score import Score, check_modifier, modifier, soft_cap
+from te_ops.basic.sequences import alibi_slopes, constant_vector, packed_parts, padding_parts
 from te_ops.errors import PlanError, ShapeError
-from te_ops.graph import Graph, Node, Spec, Value, gradient, prim, require
+from te_ops.graph import Graph, Value, require
 from te_ops.op import Op, Scalar
 
-MaskType = Literal["no_mask", "causal", "causal_bottom_right"]
-
-# -- operands by name
-
-_MASK_WAY_OUT = "describe the mask by attn_mask_type and window_size"
-_LENGTHS_WAY_OUT = "call attention on batches of sequences of equal length"
-_CACHE_WAY_OUT = "pass the keys and values of all positions as contiguous tensors"
-_DROPOUT_WAY_OUT = "leave dropout out of attention (a Dropout op may follow it)"
-UNSERVED = {
-    "bias": "add positions with RoPE instead",
-    "slopes": "add positions with RoPE instead",
-    "mask": _MASK_WAY_OUT,
-    "q_lens": _LENGTHS_WAY_OUT,
-    "kv_lens": _LENGTHS_WAY_OUT,
-    "q_starts": _LENGTHS_WAY_OUT,
-    "kv_starts": _LENGTHS_WAY_OUT,
-    "page_table": _CACHE_WAY_OUT,
-    "seed": _DROPOUT_WAY_OUT,
-    "offset": _DROPOUT_WAY_OUT,
+BiasType = Literal["no_bias", "pre_scale_bias", "post_scale_bias", "alibi"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
+_BIASES = {"pre_scale_bias": "pre_bias", "post_scale_bias": "bias"}
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "core_attention_bias_type": ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi"),
+    "softmax_type": ("vanilla", "off-by-one", "learnable"),
+    "attention_type": ("self", "cross"),
+    "packed": (False, True, "kv"),
 }
-_FORWARD = frozenset({"q", "k", "v", "scale"})
-_BACKWARD = _FORWARD | {"o", "lse", "do", "dlse"}
-_QUANTIZABLE = frozenset({"q", "k", "v", "do"})
-
-
-def _named(
-    operands: tuple[str, ...], values: Sequence[Any], known: frozenset[str]
-) -> dict[str, Any]:
-    """The operands of a node by name.
-
-    Raises:
-        PlanError: a name is not served, or the number of values is wrong.
-    """
-    for name in operands:
-        if name in UNSERVED:
-            raise PlanError(
-                f"attention with {name!r} is not served by this version; {UNSERVED[name]}"
-            )
-        if name not in known:
-            raise PlanError(
-                f"attention has no operand {name!r}; it knows {', '.join(sorted(known))}"
-            )
-    if len(operands) != len(values) or len(set(operands)) != len(operands):
-        raise PlanError(
-            f"attention: {len(values)} values for the operands {operands}; name each of them once"
-        )
-    missing = {"q", "k", "v"} - set(operands)
-    if missing:
-        raise PlanError(f"attention: the operands {operands} lack {', '.join(sorted(missing))}")
-    return dict(zip(operands, values, strict=True))
-
-
-def _roles(node: Node) -> tuple[tuple[str, str] | None, ...]:
-    return tuple((name, "row") if name in _QUANTIZABLE else None for name in node.operands)
-
-
-# -- shape rules
-
-
-class _Sizes(NamedTuple):
-    """batch, queries, keys, query heads, key/value heads, features of q and k, features of v."""
-
-    b: int
-    s_q: int
-    s_kv: int
-    h_q: int
-    h_kv: int
-    d_qk: int
-    d_v: int
-
-
-def _sizes(q: Any, k: Any, v: Any, layout: str) -> _Sizes:
-    """Sizes of three specs, tensors or records, checked against each other."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        require(
-            len(x.shape) == 4, f"attention: {name} must be {layout}, its shape is {show(x.shape)}"
-        )
-    axis = SEQUENCE_AXIS[layout]
-    batches = [x.shape[1 - axis] for x in (q, k, v)]
-    require(len(set(batches)) == 1, f"attention: q, k and v have batches {_ints(batches)}")
-    h_q, h_kv, h_v = (x.shape[2] for x in (q, k, v))
-    require(
-        h_kv == h_v and k.shape[axis] == v.shape[axis],
-        f"attention: k {show(k.shape)} and v {show(v.shape)} must have the same length and heads",
-    )
-    require(
-        h_q >= 1 and h_kv >= 1 and h_q % h_kv == 0,
-        f"attention: {int(h_q)} query heads cannot share {int(h_kv)} key/value heads evenly",
-    )
-    d_qk, d_v = q.shape[3], v.shape[3]
-    require(
-        d_qk == k.shape[3] and d_qk >= 1 and d_v >= 1,
-        f"attention: heads of q have {int(d_qk)} features, of k {int(k.shape[3])}, of v "
-        f"{int(d_v)}; those of q and k must agree, none may be 0",
-    )
-    return _Sizes(batches[0], q.shape[axis], k.shape[axis], h_q, h_kv, d_qk, d_v)
-
-
-def _ints(values: Sequence[int]) -> str:
-    return ", ".join(str(int(v)) for v in values)
-
-
-def _attention_infer(
-    *specs: Spec, operands: tuple[str, ...], layout: str, band: Band, scale: float | None, **_: Any
-) -> tuple[Spec, Spec, Spec]:
-    named = _named(operands, specs, _FORWARD)
-    if layout not in SEQUENCE_AXIS:
-        raise PlanError(
-            f"attention in layout {layout!r} is not served by this version; use 'bshd' or 'sbhd'"
-        )
-    if (scale is None) != ("scale" in named):
-        raise PlanError("attention: scale is either a number or the operand 'scale'")
-    q, k, v = named["q"], named["k"], named["v"]
-    n = _sizes(q, k, v, layout)
-    dtypes = [x.dtype for x in (q, k, v)]
-    require(
-        len(set(dtypes)) == 1 and dtypes[0] in FLOATS,
-        f"attention: q, k and v have dtypes {', '.join(map(str, dtypes))}; they must have one "
-        "floating-point dtype: cast them, or run under torch.autocast",
-    )
-    statistic = wide(q.dtype)
-    return (
-        q.like((*q.shape[:-1], n.d_v)),
-        Spec((n.b, n.h_q, n.s_q), statistic),
-        Spec((n.h_q,), statistic),
-    )
-
-
-def _backward_infer(*specs: Spec, operands: tuple[str, ...], **_: Any) -> tuple[Spec, ...]:
-    named = _named(operands, specs, _BACKWARD)
-    return named["q"].like(), named["k"].like(), named["v"].like()
-
-
-# -- the reference
-
-
-def _prepared(
-    named: dict[str, Any], layout: str, scale: float | None
-) -> tuple[_Sizes, torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-    """Sizes, scaled q [n, g, s_q, d], k and v [n, s_kv, d] in FP32 (FP64), and the scale."""
-    q, k, v = named["q"], named["k"], named["v"]
-    n, dtype = _sizes(q, k, v, layout), wide(q.dtype)
-    factor = named["scale"] if scale is None else scale
-    rows = grouped(q, n.h_kv, layout, dtype).mul_(factor)
-    keys, values = (grouped(x, n.h_kv, layout, dtype).squeeze(1) for x in (k, v))
-    return n, rows, keys, values, factor
-
-
-@prim("attention", infer=_attention_infer, n_out=3, roles=_roles, selective=True)
-def ATTENTION(
-    *inputs: Any,
-    operands: tuple[str, ...],
-    layout: str,
-    band: Band,
-    scale: float | None,
-    live: tuple[bool, ...] = (True, True, True),
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(o, lse, max_logit) of q, k, v in `layout`, and "scale" (0-dim) unless `scale` is a number.
-
-    o is like q, with v's features; lse [b, h, s] is the natural log in FP32, +inf for empty rows.
-    Works in FP32 (FP64 for FP64) on blocks of query rows, so memory is linear in the lengths.
-    max_logit is the largest score of each head over batch and rows, -inf if there is none.
-    """
-    named = _named(operands, inputs, _FORWARD)
-    n, q, k, v, _ = _prepared(named, layout, scale)
-    o = q.new_zeros((*q.shape[:3], n.d_v))
-    lse = torch.full_like(q[..., 0], math.inf)
-    peak = torch.full_like(lse, -math.inf) if live[2] else None
-    for tile in tiles(band, q, k):
-        scores = torch.bmm(tile.queries(q), k[tile.heads, tile.keys].transpose(1, 2))
-        top = tile.hide(scores).amax(-1, keepdim=True)
-        p = scores.sub_(top).exp_()
-        total = p.sum(-1, keepdim=True)
-        tile.store(o, torch.bmm(p, v[tile.heads, tile.keys]).div_(total))
-        tile.store(lse, top + total.log())
-        if peak is not None:
-            tile.store(peak, top)
-    by_head = (n.b, n.h_q, n.s_q)
-    return (
-        ungrouped(o, n.h_kv, layout, named["q"].dtype),
-        lse.view(by_head),
-        None if peak is None else _largest(peak.view(by_head)),
-    )
-
-
-def _largest(peak: torch.Tensor) -> torch.Tensor:
-    flat = peak.transpose(0, 1).flatten(1)
-    return flat.amax(1) if flat.shape[1] else flat.new_full((flat.shape[0],), -math.inf)
-
-
-@prim(
-    "attention_backward",
-    infer=_backward_infer,
-    n_out=3,
-    roles=_roles,
-    differentiable=False,
-    selective=True,
-)
-def ATTENTION_BACKWARD(
-    *inputs: Any,
-    operands: tuple[str, ...],
-    layout: str,
-    band: Band,
-    scale: float | None,
-    live: tuple[bool, ...] = (True, True, True),
-) -> tuple[torch.Tensor | None, ...]:
-    """dq, dk, dv from q, k, v, lse, with o and do, or dlse [b, h, s], or all of them.
-
-    With p = exp(s - lse): dv = p^T do, ds = p * (do v^T - delta), delta = rowsum(do * o) - dlse,
-    dq = scale * ds k, dk = scale * ds^T q. Empty rows take no part, whatever do and dlse hold.
-    """
-    named = _named(operands, inputs, _BACKWARD)
-    n, q, k, v, factor = _prepared(named, layout, scale)
-    lse = named["lse"].to(q.dtype).reshape(q.shape[:3])
-    delta = torch.zeros_like(lse)
-    if "do" in named:
-        do, o = (grouped(named[name], n.h_kv, layout, q.dtype) for name in ("do", "o"))
-        delta += (do * o).sum(-1)
-    else:
-        do = q.new_zeros((*q.shape[:3], n.d_v))
-    if "dlse" in named:
-        delta -= named["dlse"].reshape(delta.shape)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for tile in tiles(band, q, k):
-        rows, grad = tile.queries(q), tile.queries(do)
-        keys, values = k[tile.heads, tile.keys], v[tile.heads, tile.keys]
-        below = tile.queries(lse).neg().unsqueeze(-1)
-        p = tile.hide(torch.baddbmm(below, rows, keys.transpose(1, 2))).exp_()
-        if live[2]:
-            dv[tile.heads, tile.keys].add_(torch.bmm(p.transpose(1, 2), grad))
-        if live[0] or live[1]:
-            shift = tile.queries(delta).neg().unsqueeze(-1)
-            ds = torch.baddbmm(shift, grad, values.transpose(1, 2)).mul_(p)
-            tile.store(dq, torch.bmm(ds, keys))
-            dk[tile.heads, tile.keys].add_(torch.bmm(ds.transpose(1, 2), rows))
-    made = (dq.mul_(factor), dk.unsqueeze(1), dv.unsqueeze(1))
-    return tuple(
-        ungrouped(x, n.h_kv, layout, named[name].dtype) if wanted else None
-        for name, x, wanted in zip(("q", "k", "v"), made, live, strict=True)
-    )
-
-
-@gradient(ATTENTION)
-def _attention_gradient(
-    g: Graph, node: Node, do: Value | None, dlse: Value | None, dmax: Value | None
-) -> tuple[Value | None, ...]:
-    if dmax is not None:
-        raise PlanError(
-            "attention: max_logit has no gradient; detach it before it reaches the loss"
-        )
-    named = dict(zip(node.operands, node.inputs, strict=True))
-    more = {"o": Value(node.id, 0), "lse": Value(node.id, 1), "do": do, "dlse": dlse}
-    if do is None:
-        del more["o"]  # only read together with do
-    named |= {name: value for name, value in more.items() if value is not None}
-    grads = g.calls(
-        ATTENTION_BACKWARD,
-        *named.values(),
-        operands=tuple(named),
-        layout=node.layout,
-        band=node.band,
-        scale=node.scale,
-    )
-    by_name = dict(zip(("q", "k", "v"), grads, strict=True))
-    return tuple(by_name.get(name) for name in node.operands)
-
-
-@prim("attention_lse", infer=lambda lse: lse.like())
-def PUBLIC_LSE(lse: torch.Tensor) -> torch.Tensor:
-    """The LSE as users know it: -inf for empty rows, which are +inf inside."""
-    return lse.masked_fill(lse == math.inf, -math.inf)
-
-
-@gradient(PUBLIC_LSE)
-def _public_lse_gradient(g: Graph, node: Node, dy: Value) -> tuple[Value]:
-    return (dy,)  # attention_backward leaves empty rows out
-
-
-# -- emission
-
-
-def _static(size: int) -> int | None:
-    return None if isinstance(size, Dim) else size
-
-
-def _one_size(a: int, b: int) -> bool:
-    if isinstance(a, Dim) or isinstance(b, Dim):
-        return isinstance(a, Dim) and isinstance(b, Dim) and a.source == b.source
-    return a == b
-
-
-def attention(
-    g: Graph,
-    q: Value,
-    k: Value,
-    v: Value,
-    *,
-    band: Band | None = None,
-    scale: float | Scalar | None = None,
-    layout: Layout = "bshd",
-) -> tuple[Value, Value]:
-    """Emit attention of q [b, s, hq, d], k and v [b, s, hkv, d]; returns o and lse [b, hq, s].
-
-    The lse is +inf for empty rows. `scale` is 1/sqrt(d) if None. Values are cast to the autocast
-    dtype, if there is one.
-
-    Raises:
-        ShapeError: shapes or dtypes of q, k and v do not fit.
-    """
-    q, k, v = (cast(g, x, g.autocast_dtype) for x in (q, k, v))
-    names: tuple[str, ...] = ("q", "k", "v")
-    values: tuple[Value, ...] = (q, k, v)
-    if isinstance(scale, Scalar):
-        names, values, scale = (*names, "scale"), (*values, g.scalar(scale)), None
-    elif scale is None:
-        scale = 1.0 / math.sqrt(max(1, g.spec(q).shape[-1]))
-    n = _sizes(g.spec(q), g.spec(k), g.spec(v), layout)
-    band = (band or Band()).normalized(
-        _static(n.s_q), _static(n.s_kv), equal=_one_size(n.s_q, n.s_kv)
-    )
-    o, lse, _ = g.calls(ATTENTION, *values, operands=names, layout=layout, band=band, scale=scale)
-    return o, lse
-
-
-# -- the op
-
-# mask type -> (right side, diagonal where bottom_right_diagonal is None), as Transformer Engine
-_MASKS: dict[str, tuple[int | None, bool]] = {
-    "no_mask": (None, True),
-    "causal": (0, False),
-    "causal_bottom_right": (0, True),
-}
-_UNSERVED_MASKS = {
-    "padding": _LENGTHS_WAY_OUT,
-    "padding_causal": _LENGTHS_WAY_OUT,
-    "causal,padding": _LENGTHS_WAY_OUT,
-    "padding,causal": _LENGTHS_WAY_OUT,
-    "padding_causal_bottom_right": _LENGTHS_WAY_OUT,
-    "arbitrary": _MASK_WAY_OUT,
-}
-
-
-def band_of(
-    attn_mask_type: str,
-    window_size: tuple[int, int] | None = None,
-    bottom_right_diagonal: bool | None = None,
-) -> Band:
-    """The band that Transformer Engine's mask keywords mean; -1 opens a side of the window.
-
-    Raises:
-        PlanError: a mask type is unknown or not served, or keywords contradict each other.
-    """
-    if attn_mask_type in _UNSERVED_MASKS:
-        raise PlanError(
-            f"attn_mask_type={attn_mask_type!r} is not served by this version; "
-            f"{_UNSERVED_MASKS[attn_mask_type]}"
-        )
-    if attn_mask_type not in _MASKS:
-        raise PlanError(
-            f"attn_mask_type must be one of {', '.join(_MASKS)}, got {attn_mask_type!r}"
-        )
-    right, bottom_right = _MASKS[attn_mask_type]
-    left = None
-    if window_size is not None:
-        left, open_right = (_side(window_size, i) for i in (0, 1))
-        if right is not None and open_right not in (None, 0):
-            raise PlanError(
-                f"window_size={window_size} sees keys after the query, which "
-                f"attn_mask_type={attn_mask_type!r} hides; use ({window_size[0]}, 0)"
-            )
-        right = open_right if right is None else right
-    if attn_mask_type == "causal_bottom_right" and bottom_right_diagonal is False:
-        raise PlanError("causal_bottom_right contradicts bottom_right_diagonal=False; use 'causal'")
-    if bottom_right_diagonal is not None:
-        bottom_right = bottom_right_diagonal
-    return Band(left, right, "bottom_right" if bottom_right else "top_left")
-
-
-def _side(window: tuple[int, int], i: int) -> int | None:
-    fits = isinstance(window, tuple | list) and len(window) == 2
-    if not fits or not all(type(side) is int and side >= -1 for side in window):
-        raise PlanError(
-            f"window_size must be two ints, each -1 (open) or at least 0, got {window!r}"
-        )
-    return None if window[i] == -1 else window[i]
 
 
 class Attention(Op):
-    """Scaled dot product attention, with grouped heads, causal masks and windows.
+    """Scaled dot product attention with everything around it, as one step of the plan.
 
     Takes q [b, s, num_heads, d], k and v [b, s, num_gqa_groups, d], returns [b, s, num_heads, d_v].
     With `packed=True` it takes one [b, s, (num_heads + 2 num_gqa_groups) d], laid out [Q | K | V]
-    as a Linear makes it, and returns [b, s, num_heads d_v], without copies in between. Computes in
-    the autocast dtype, else in that of its inputs.
+    as a Linear makes it, and returns [b, s, num_heads d_v], without copies in between; with
+    `packed="kv"` it takes [b, s, num_heads d] and [K | V]. Computes in the autocast dtype, else in
+    that of its inputs. Options add inputs, in this order:
+
+    1. "thd" formats: a `te.PackedSequences`.
+    2. padding mask types of other formats: a bool mask (True = padding) [b, s] or [b, 1, 1, s], or
+       int lengths [b]; with attention_type="cross" one for the queries and one for the keys.
+    3. "arbitrary": a bool mask (True = masked out) that broadcasts to [b, heads, s_q, s_kv].
+    4. a bias type: the bias, which broadcasts the same way; it has a gradient.
+    5. alibi_slopes="input": slopes [heads] or [b, heads].
+    6. a `rotary` that takes position offsets or ids: these.
 
     Args:
         num_heads: of q.
-        num_gqa_groups: heads of k and v (`num_heads` if None); query head h reads head
+        num_gqa_groups: heads of k and v (`num_heads` if None); query head h reads key head
             h // (num_heads / num_gqa_groups).
         kv_channels: features of a head, or (of q and k, of v); if None the inputs say.
-        attn_mask_type: "causal" (top-left diagonal), "causal_bottom_right" or "no_mask".
+        attn_mask_type: "causal" (top-left diagonal), "causal_bottom_right", "no_mask", "padding",
+            "padding_causal", "padding_causal_bottom_right" or "arbitrary".
         window_size: (left, right) keys that a query sees beside its own, inclusive; -1 is open.
         bottom_right_diagonal: where the diagonal ends if the lengths differ; None is False for
-            "causal" and True for the others.
+            "causal" and "padding_causal" and True for the others. It moves windows and ALiBi too.
         softmax_scale: a number or a `te.scalar`; 1/sqrt(d) if None.
-        qkv_format: "bshd", or "sbhd" for [s, b, h, d].
-        packed: one [Q | K | V] input, see above.
+        attention_type: "cross" where keys have padding or sequences of their own.
+        attention_dropout: probability of dropping a probability, in training.
+        core_attention_bias_type: "no_bias", "pre_scale_bias" (added before the scale),
+            "post_scale_bias" or "alibi".
+        alibi_slopes: numbers, one a head; those of the ALiBi paper if None; "input" for an input.
+        softmax_type: "vanilla", "off-by-one" (one more key of score 0 and value 0) or "learnable"
+            (its score is the parameter `softmax_offset` [heads]).
+        logits_soft_cap: c > 0 makes scores c * tanh(s / c).
+        score_mod: a `@te.pointwise` op of the scaled score and, by these names, i, j (row and key
+            in the sequence), head and batch; its numbers may be te.scalar slots or Parameters, 0-dim
+            or one number a head. Its gradient is derived.
+        qkv_format: "bshd", "sbhd" ([s, b, h, d]) or "thd" ([tokens, h, d]); "sbhd_2bshd" and the
+            like for keys in another format than queries.
+        packed: one [Q | K | V] input, or "kv", see above.
         rotary: a `RoPE` that turns q and k first.
-        return_lse: also return log(sum(exp(scores))) [b, h, s] in FP32; -inf for empty rows.
+        q_norm: an op on q [b, s, h, d] before RoPE, such as `te.RMSNorm(d)`; k_norm: the same on k.
+        qk_norm_before_rope: False puts the norms after RoPE.
+        return_lse: also return log(sum(exp(scores))) [b, h, s] ("thd": [h, tokens]) in FP32; -inf
+            for empty rows.
+        return_max_logit: also return the largest score of each head [h], without a gradient.
+        cache: a `te.KVCache` of earlier tokens: a call appends its keys and values, and its queries
+            are the last rows ("causal" ends bottom-right). For inference; None for training.
+        dtype: of `softmax_offset`; FP32 if None.
 
     Raises:
-        PlanError: an option is out of range, contradicts another or is not served by this version.
-        ShapeError: at planning, inputs do not fit.
+        PlanError: an option is out of range, or contradicts another.
+        ShapeError: inputs do not fit: at planning, or at the call where a plan serves many sizes.
     """
 
     def __init__(
@@ -449,106 +112,375 @@ class Attention(Op):
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
         softmax_scale: float | Scalar | None = None,
-        qkv_format: Layout = "bshd",
-        packed: bool = False,
+        attention_type: Literal["self", "cross"] = "self",
+        attention_dropout: float = 0.0,
+        core_attention_bias_type: BiasType = "no_bias",
+        alibi_slopes: Sequence[float] | torch.Tensor | Literal["input"] | None = None,
+        softmax_type: SoftmaxType = "vanilla",
+        logits_soft_cap: float | None = None,
+        score_mod: Op | None = None,
+        qkv_format: str = "bshd",
+        packed: bool | Literal["kv"] = False,
         rotary: RoPE | None = None,
+        q_norm: Op | None = None,
+        k_norm: Op | None = None,
+        qk_norm_before_rope: bool = True,
         return_lse: bool = False,
+        return_max_logit: bool = False,
+        cache: KVCache | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         name = "Attention"
         self.num_heads = positive_int(name, "num_heads", num_heads)
         groups = num_heads if num_gqa_groups is None else num_gqa_groups
         self.num_gqa_groups = positive_int(name, "num_gqa_groups", groups)
-        if self.num_heads % self.num_gqa_groups:
-            raise PlanError(
-                f"Attention: num_heads {num_heads} is not a multiple of num_gqa_groups {groups}"
-            )
-        pair = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
-        self.kv_channels = tuple(
-            None if d is None else positive_int(name, "kv_channels", d) for d in pair
-        )
-        if len(self.kv_channels) != 2:
-            raise PlanError(f"Attention: kv_channels must be d or (d_qk, d_v), got {kv_channels!r}")
+        self.kv_channels = _channels(kv_channels)
         self.attn_mask_type = attn_mask_type
         self.window_size = window_size
         self.bottom_right_diagonal = bottom_right_diagonal
-        band_of(attn_mask_type, window_size, bottom_right_diagonal)  # refuses wrong values now
         if softmax_scale is not None and not isinstance(softmax_scale, Scalar):
             softmax_scale = number(name, "softmax_scale", softmax_scale)
         self.softmax_scale = softmax_scale
-        if qkv_format not in SEQUENCE_AXIS:
-            raise PlanError(
-                f"Attention: qkv_format={qkv_format!r} is not served by this version; use "
-                "'bshd' or 'sbhd'"
-            )
-        self.qkv_format: Layout = qkv_format
-        self.packed = flag(name, "packed", packed)
-        if rotary is not None and rotary.qkv_format != qkv_format:
-            raise PlanError(
-                f"Attention: rotary has qkv_format={rotary.qkv_format!r}, the attention has "
-                f"{qkv_format!r}"
-            )
+        self.attention_type = attention_type
+        self.attention_dropout = attention_dropout
+        self.core_attention_bias_type = core_attention_bias_type
+        self.alibi_slopes = _slopes(alibi_slopes, num_heads, core_attention_bias_type)
+        self.softmax_type = softmax_type
+        self.logits_soft_cap = logits_soft_cap
+        self.score_mod = None if score_mod is None else check_modifier(score_mod)
+        self.qkv_format = qkv_format
+        self.packed = packed
         self.rotary = rotary
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self.qk_norm_before_rope = flag(name, "qk_norm_before_rope", qk_norm_before_rope)
         self.return_lse = flag(name, "return_lse", return_lse)
-        self.num_inputs = 1 if packed else 3
-        self.feature_dims = 1 if packed else 2
-        self.num_extra_outputs = 1 if return_lse else 0
+        self.return_max_logit = flag(name, "return_max_logit", return_max_logit)
+        self.cache = cache
+        self._check_options()
+        self._make_offset(device, dtype)
+
+    # -- options
+
+    def _check_options(self) -> None:
+        """Refuse options that are wrong by themselves or together."""
+        if self.num_heads % self.num_gqa_groups:
+            raise PlanError(
+                f"Attention: num_heads {self.num_heads} is not a multiple of num_gqa_groups "
+                f"{self.num_gqa_groups}"
+            )
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if not any(value is c or (isinstance(c, str) and value == c) for c in choices):
+                raise PlanError(
+                    f"Attention: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}"
+                )
+        band_of(self.attn_mask_type, self.window_size, self.bottom_right_diagonal)
+        number("Attention", "attention_dropout", self.attention_dropout, low=0.0, high=1.0)
+        self._check_format()
+        self._check_packed()
+        self._check_scores()
+        self._check_cache()
+
+    def _check_format(self) -> None:
+        layouts = _layouts(self.qkv_format)
+        if self.rotary is not None and {self.rotary.qkv_format} != set(layouts):
+            raise PlanError(
+                f"Attention: rotary has qkv_format={self.rotary.qkv_format!r}, the attention has "
+                f"{self.qkv_format!r}"
+            )
+        square = self.core_attention_bias_type in _BIASES or self.attn_mask_type == "arbitrary"
+        if "thd" in layouts and square:
+            raise PlanError(
+                f"Attention: qkv_format={self.qkv_format!r} takes no mask and no bias tensor, whose "
+                "rows and keys are those of one length; use mask types, windows, ALiBi or score_mod"
+            )
+
+    def _check_packed(self) -> None:
+        if self.packed is True and (self.attention_type == "cross" or "_2" in self.qkv_format):
+            raise PlanError(
+                "Attention: packed=True is one input for q, k and v; queries and keys of different "
+                'places or formats need packed="kv" or three inputs'
+            )
+
+    def _check_scores(self) -> None:
+        if self.logits_soft_cap is not None:
+            soft_cap(self.logits_soft_cap)
+            if self.score_mod is not None:
+                raise PlanError(
+                    "Attention: logits_soft_cap and score_mod both change the score; write the cap "
+                    "into score_mod"
+                )
+
+    def _check_cache(self) -> None:
+        if self.cache is None:
+            return
+        if not isinstance(self.cache, KVCache):
+            raise PlanError(
+                f"Attention: cache must be a te.KVCache, got {type(self.cache).__name__}"
+            )
+        square = self.core_attention_bias_type in _BIASES or self.attn_mask_type == "arbitrary"
+        layouts = _layouts(self.qkv_format)
+        if square or self.attention_type == "cross" or "thd" in layouts or layouts[0] != layouts[1]:
+            raise PlanError(
+                "Attention: a cache takes self-attention in bshd or sbhd without mask and bias "
+                "tensors; use mask types, windows, ALiBi or score_mod"
+            )
+        if self.rotary is not None and (self.rotary.positions != "start" or self._starts_late()):
+            raise PlanError(
+                "Attention: a cache counts the positions of rotary itself; leave positions and "
+                "start_position out"
+            )
+        seen, window = self.window_size and self.window_size[0], self.cache.window
+        if window is not None and (seen in (None, -1) or seen >= window):
+            raise PlanError(
+                f"Attention: the cache is a ring for a window of {window} tokens, the attention has "
+                f"window_size={self.window_size}; use window_size=({window - 1}, 0)"
+            )
+
+    def _starts_late(self) -> bool:
+        start = self.rotary.start_position if self.rotary is not None else 0
+        return isinstance(start, Scalar) or start != 0
+
+    def _make_offset(self, device: Any, dtype: torch.dtype | None) -> None:
+        if dtype is not None and dtype not in FLOATS:
+            raise PlanError(f"Attention: dtype must be a floating-point dtype, got {dtype}")
+        if self.softmax_type == "learnable":
+            zeros = torch.zeros(self.num_heads, device=device, dtype=dtype or torch.float32)
+            self.softmax_offset = torch.nn.Parameter(zeros)
 
     @property
     def band(self) -> Band:
         """Which keys a query sees, from the attributes as they are now."""
-        return band_of(self.attn_mask_type, self.window_size, self.bottom_right_diagonal)
+        band = band_of(self.attn_mask_type, self.window_size, self.bottom_right_diagonal)
+        if self.cache is None:
+            return band
+        return Band(band.left, band.right, "bottom_right")  # its queries are the last rows
 
-    def emit(self, g: Graph, *xs: Value) -> Value | tuple[Value, Value]:
-        """[split + split_heads] + [rope] + attention + [merge_heads], and the lse if returned."""
-        if len(xs) != self.num_inputs:
-            takes = "one packed input" if self.packed else "q, k and v"
-            raise ShapeError(f"Attention takes {takes}, got {len(xs)} inputs")
-        q, k, v = self._unpack(g, xs[0]) if self.packed else xs
-        self._check(g, q, k, v)
-        if self.rotary is not None:
-            q, k = self.rotary.emit(g, q), self.rotary.emit(g, k)
-        o, lse = attention(
-            g, q, k, v, band=self.band, scale=self.softmax_scale, layout=self.qkv_format
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """What the inputs are, in order."""
+        names = {False: ["q", "k", "v"], True: ["qkv"], "kv": ["q", "kv"]}[self.packed]
+        if "thd" in _layouts(self.qkv_format):
+            names.append("sequences")
+        elif has_padding(self.attn_mask_type):
+            cross = self.attention_type == "cross"
+            names += ["q_padding", "kv_padding"] if cross else ["padding"]
+        if self.attn_mask_type == "arbitrary":
+            names.append("mask")
+        if self.core_attention_bias_type in _BIASES:
+            names.append(_BIASES[self.core_attention_bias_type])
+        if self.alibi_slopes == "input":
+            names.append("slopes")
+        if self.rotary is not None and self.rotary.positions != "start":
+            names.append("positions")
+        return tuple(names)
+
+    @property
+    def num_inputs(self) -> int:  # type: ignore[override]
+        """As many as the options ask for, see `input_names`."""
+        return len(self.input_names)
+
+    @property
+    def feature_dims(self) -> int:  # type: ignore[override]
+        """1 for packed inputs, 2 for heads and features."""
+        return 1 if self.packed else 2
+
+    @property
+    def num_extra_outputs(self) -> int:  # type: ignore[override]
+        """The lse and the largest scores, if they are returned."""
+        return int(self.return_lse) + int(self.return_max_logit)
+
+    # -- emission
+
+    def emit(self, g: Graph, *xs: Value) -> Value | tuple[Value, ...]:
+        """[split + split_heads] + [norm] + [rope] + attention + [merge_heads], and extra outputs."""
+        self._check_options()  # attributes may have been assigned since
+        names = self.input_names
+        if len(xs) != len(names):
+            raise ShapeError(f"Attention takes {_listed(names)}, got {len(xs)} inputs")
+        given = dict(zip(names, xs, strict=True))
+        q, k, v = self._unpack(g, given)
+        self._check_heads(g, q, k, v)
+        layout, kv_layout = _layouts(self.qkv_format)
+        operands = self._sequences(g, given, q, k)
+        if self.cache is None:
+            q, k = self._turned(g, q, k, operands, given.get("positions"))
+        else:
+            q, k, v, kv_layout = self._cached(g, self.cache, (q, k, v), operands)
+        score, captured = self._score(g)
+        operands |= captured
+        operands |= {name: given[name] for name in ("mask", "pre_bias", "bias") if name in given}
+        operands |= self._vectors(g, given)
+        bottom_right = self.cache is not None or is_bottom_right(
+            self.attn_mask_type, self.bottom_right_diagonal
         )
-        if self.packed:
-            o = merge_heads(g, o)
-        return (o, g.call(PUBLIC_LSE, lse)) if self.return_lse else o
+        o, lse, max_logit = attention(
+            g,
+            q,
+            k,
+            v,
+            operands=operands,
+            band=self.band,
+            scale=self.softmax_scale,
+            layout=layout,
+            kv_layout=kv_layout,
+            score=score,
+            dropout=self.attention_dropout if self.training else 0.0,
+            slope_diagonal="bottom_right" if bottom_right else "top_left",
+        )
+        outputs = [merge_heads(g, o) if self.packed else o]
+        outputs += [g.call(PUBLIC_LSE, lse)] if self.return_lse else []
+        outputs += [g.call(PUBLIC_MAX_LOGIT, max_logit)] if self.return_max_logit else []
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def _unpack(self, g: Graph, x: Value) -> list[Value]:
-        shape, groups = g.spec(x).shape, self.num_gqa_groups
-        d_qk, d_v = self.kv_channels
-        if d_qk is None or d_v is None:
-            count = self.num_heads + 2 * groups
+    def _sequences(
+        self, g: Graph, given: dict[str, Value], q: Value, k: Value
+    ) -> dict[str, Value | None]:
+        """Starts and lengths of queries and keys, where the options have them."""
+        layout, kv_layout = _layouts(self.qkv_format)
+        if "sequences" in given:
+            own = self.attention_type == "self" and layout == kv_layout
+            parts: dict[str, Value | None] = {**packed_parts(g, given["sequences"], own=own)}
+            # A tensor with a batch axis has its sequences at the start of each row.
+            dense = [side for side, at in (("q", layout), ("kv", kv_layout)) if at != "thd"]
+            return {
+                name: x for name, x in parts.items() if name.removesuffix("_starts") not in dense
+            }
+        if "padding" in given:
+            axis = 0 if layout == "sbhd" else 1
+            s_q, s_kv = g.spec(q).shape[axis], g.spec(k).shape[0 if kv_layout == "sbhd" else 1]
             require(
-                len(shape) > 0 and shape[-1] % count == 0,
-                f"input {show(shape)} does not hold {self.num_heads} + 2 x {groups} heads of one "
-                "size; give kv_channels=(d_qk, d_v) if they differ",
+                s_q == s_kv,
+                f"padding of self-attention is that of queries and keys, which have lengths "
+                f"{int(s_q)} and {int(s_kv)}; attention_type='cross' takes one for each",
             )
-            d_qk = d_v = shape[-1] // count
-        sizes = (self.num_heads * d_qk, groups * d_qk, groups * d_v)
-        require(
-            len(shape) == 3 and shape[-1] == sum(sizes),
-            f"packed input must have 3 dimensions and {sum(sizes)} features "
-            f"({self.num_heads} and {groups} heads of {d_qk}, {groups} of {d_v}), got "
-            f"{show(shape)}",
-        )
-        heads = (self.num_heads, groups, groups)
-        parts = split(g, x, sizes)
+            one = padding_parts(g, "q", given["padding"])
+            return {**one, **{name.replace("q_", "kv_"): x for name, x in one.items()}}
+        made: dict[str, Value | None] = {}
+        for side in ("q", "kv"):
+            if f"{side}_padding" in given:
+                made |= padding_parts(g, side, given[f"{side}_padding"])
+        return made
+
+    def _cached(
+        self,
+        g: Graph,
+        cache: KVCache,
+        new: tuple[Value, Value, Value],
+        operands: dict[str, Value | None],
+    ) -> tuple[Value, Value, Value, str]:
+        """q, and all keys and values: the new ones appended where the cache ends."""
+        q, k, v = (cast(g, x, g.autocast_dtype) for x in new)
+        layout, _ = _layouts(self.qkv_format)
+        starts, lens = (operands.pop(f"kv_{what}", None) for what in ("starts", "lens"))
+        offsets = cache.offsets(g, k, layout=layout, starts=starts)
+        q, k = self._turned(g, q, k, operands, offsets)
+        made = cache.append(g, k, v, layout=layout, starts=starts, lens=lens)
+        operands |= made.operands
+        return q, made.k, made.v, made.layout
+
+    def _turned(
+        self,
+        g: Graph,
+        q: Value,
+        k: Value,
+        operands: dict[str, Value | None],
+        positions: Value | None,
+    ) -> tuple[Value, Value]:
+        """q and k after norms and RoPE."""
+        norms = (self.q_norm, self.k_norm)
+        made = []
+        for side, x, norm in zip(("q", "kv"), (q, k), norms, strict=True):
+            if norm is not None and self.qk_norm_before_rope:
+                x = norm.emit(g, x)
+            if self.rotary is not None:
+                thd = self.rotary.qkv_format == "thd" and self.rotary.positions != "ids"
+                found = [operands[f"{side}_{what}"] for what in ("starts", "lens") if thd]
+                places = [place for place in found if place is not None]
+                x = self.rotary.emit(g, x, *places, *([] if positions is None else [positions]))
+            if norm is not None and not self.qk_norm_before_rope:
+                x = norm.emit(g, x)
+            made.append(x)
+        return made[0], made[1]
+
+    def _score(self, g: Graph) -> tuple[Score | None, dict[str, Value]]:
+        if self.logits_soft_cap is not None:
+            return soft_cap(self.logits_soft_cap), {}
+        if self.score_mod is None:
+            return None, {}
+        return modifier(g, check_modifier(self.score_mod))
+
+    def _vectors(self, g: Graph, given: dict[str, Value]) -> dict[str, Value]:
+        """Operands with one number a head."""
+        made: dict[str, Value] = {}
+        if self.core_attention_bias_type == "alibi":
+            numbers = self.alibi_slopes
+            if "slopes" in given:
+                made["slopes"] = given["slopes"]
+            else:
+                made["slopes"] = constant_vector(
+                    g, alibi_slopes(self.num_heads) if numbers is None else numbers
+                )
+        if self.softmax_type == "off-by-one":
+            made["sink"] = constant_vector(g, [0.0] * self.num_heads)
+        elif self.softmax_type == "learnable":
+            if "softmax_offset" not in self._parameters:
+                raise PlanError(
+                    "Attention: softmax_type='learnable' was assigned after construction; the "
+                    "parameter softmax_offset is made by the constructor"
+                )
+            made["sink"] = g.param(self.softmax_offset)
+        return made
+
+    # -- inputs
+
+    def _unpack(self, g: Graph, given: dict[str, Value]) -> list[Value]:
+        if not self.packed:
+            return [given[name] for name in ("q", "k", "v")]
+        heads = (self.num_heads, self.num_gqa_groups, self.num_gqa_groups)
+        name = "qkv" if self.packed is True else "kv"
+        x, own = given[name], heads if name == "qkv" else heads[1:]
+        parts = split(g, x, self._widths(g, x, own))
+        if name == "kv":
+            parts = (given["q"], *parts)
         return [split_heads(g, part, h) for part, h in zip(parts, heads, strict=True)]
 
-    def _check(self, g: Graph, q: Value, k: Value, v: Value) -> None:
-        d_qk, d_v = self.kv_channels
-        expected = (
-            ("q", q, self.num_heads, d_qk),
-            ("k", k, self.num_gqa_groups, d_qk),
-            ("v", v, self.num_gqa_groups, d_v),
-        )
-        for name, value, heads, channels in expected:
-            shape = g.spec(value).shape
+    def _widths(self, g: Graph, x: Value, heads: tuple[int, ...]) -> tuple[int, ...]:
+        """The features of each part of a packed input."""
+        shape, (d_qk, d_v) = g.spec(x).shape, self.kv_channels
+        shown = " + ".join(str(h) for h in heads)
+        if d_qk is None or d_v is None:
             require(
-                len(shape) == 4 and shape[2] == heads and channels in (None, shape[3]),
-                f"{name} must be {self.qkv_format} with {heads} heads"
+                len(shape) > 0 and shape[-1] % sum(heads) == 0,
+                f"input {show(shape)} does not hold {shown} heads of one size; give "
+                "kv_channels=(d_qk, d_v) if they differ",
+            )
+            d_qk = d_v = shape[-1] // sum(heads)
+        widths = tuple(h * d for h, d in zip(heads, (d_qk, d_qk, d_v)[-len(heads) :], strict=True))
+        rank = 2 if "thd" in _layouts(self.qkv_format) else 3
+        require(
+            len(shape) == rank and shape[-1] == sum(widths),
+            f"packed input must have {rank} dimensions and {sum(widths)} features ({shown} heads "
+            f"of {d_qk} and, of v, {d_v}), got {show(shape)}",
+        )
+        return widths
+
+    def _check_heads(self, g: Graph, q: Value, k: Value, v: Value) -> None:
+        d_qk, d_v = self.kv_channels
+        layout, kv_layout = _layouts(self.qkv_format)
+        expected = (
+            ("q", q, layout, self.num_heads, d_qk),
+            ("k", k, kv_layout, self.num_gqa_groups, d_qk),
+            ("v", v, kv_layout, self.num_gqa_groups, d_v),
+        )
+        for name, value, at, heads, channels in expected:
+            shape = g.spec(value).shape
+            rank = 3 if at == "thd" else 4
+            require(
+                len(shape) == rank and shape[-2] == heads and channels in (None, shape[-1]),
+                f"{name} must be {at} with {heads} heads"
                 + (f" of {channels}" if channels else "")
                 + f", its shape is {show(shape)}",
             )
@@ -556,7 +488,49 @@ class Attention(Op):
     def extra_repr(self) -> str:
         """Shown by print(module)."""
         heads = f"{self.num_heads} heads, {self.num_gqa_groups} groups, {self.attn_mask_type}"
-        return heads + (", packed" if self.packed else "")
+        return heads + (f", packed={self.packed!r}" if self.packed else "")
+
+
+def _channels(channels: int | tuple[int, int] | None) -> tuple[int | None, ...]:
+    pair = channels if isinstance(channels, tuple) else (channels, channels)
+    if len(pair) != 2:
+        raise PlanError(f"Attention: kv_channels must be d or (d_qk, d_v), got {channels!r}")
+    return tuple(None if d is None else positive_int("Attention", "kv_channels", d) for d in pair)
+
+
+def _slopes(slopes: Any, heads: int, bias_type: str) -> Any:
+    """None, "input" or numbers, one a head."""
+    if slopes is None:
+        return None
+    if bias_type != "alibi":
+        raise PlanError("Attention: alibi_slopes need core_attention_bias_type='alibi'")
+    if isinstance(slopes, str):
+        if slopes != "input":
+            raise PlanError(f"Attention: alibi_slopes must be numbers or 'input', got {slopes!r}")
+        return slopes
+    numbers = slopes.tolist() if isinstance(slopes, torch.Tensor) else list(slopes)
+    made = tuple(number("Attention", "alibi_slopes", value) for value in numbers)
+    if len(made) != heads:
+        raise PlanError(f"Attention: {len(made)} alibi_slopes for {heads} heads")
+    return made
+
+
+def _layouts(qkv_format: Any) -> tuple[str, str]:
+    """Of q and of k and v."""
+    parts = str(qkv_format).split("_2")
+    made = (parts[0], parts[-1])
+    if len(parts) > 2 or any(layout not in LAYOUTS for layout in made):
+        raise PlanError(
+            f"Attention: qkv_format must be one of {', '.join(LAYOUTS)}, or two of them as in "
+            f"'sbhd_2bshd', got {qkv_format!r}"
+        )
+    return made
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    if len(names) == 1:
+        return "one packed input"
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 __all__ = [
@@ -566,4 +540,5 @@ __all__ = [
     "Band",
     "attention",
     "band_of",
+    "mask_name",
 ]

@@ -29,11 +29,15 @@ def QUANTIZE(
     quantizer: Quantizer,
     live: tuple[bool, ...],
     stream: int = 0,
+    known: bool = False,
 ) -> tuple[Record | None, Record | None, torch.Tensor | None]:
-    """(row record, column record, amax). Further inputs: the scale if the quantizer is stateful, then the seed."""
+    """(row record, column record, amax). Further inputs: the scale if the quantizer is stateful, then the seed.
+
+    `known`: the amax comes instead of the scale, for a quantizer whose scale is made from it: x was quantized before.
+    """
     rest = list(extras)
-    state = rest.pop(0) if quantizer.stateful else None
-    seed = rest.pop(0) + _as_int64(stream * _STREAM_STEP) if quantizer.stochastic else None
+    state = rest.pop(0) if quantizer.stateful or known else None
+    seed = rest.pop(0) + seed_offset(stream) if quantizer.stochastic else None
     return quantizer.records(x, row=live[0], col=live[1], state=state, seed=seed)
 
 
@@ -42,9 +46,9 @@ _STREAM_STEP = (
 )
 
 
-def _as_int64(number: int) -> int:
-    """The number modulo 2^64, as int64 arithmetic has it."""
-    return (number + 2**63) % 2**64 - 2**63
+def seed_offset(stream: int) -> int:
+    """What a quantize node adds to the seed of its call, modulo 2^64 as int64 arithmetic has it."""
+    return (stream * _STREAM_STEP + 2**63) % 2**64 - 2**63
 
 
 @prim("amax", infer=lambda x: Spec((), torch.float32), differentiable=False)

@@ -1,4 +1,4 @@
-"""The command line: `te-ops info`, `te-ops explain` and `te-ops train`."""
+"""The command line: `te-ops info`, `te-ops explain`, `te-ops bench`, `te-ops train` and `te-ops generate`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import te_ops
-from te_ops.cli import explain, info, train
+from te_ops.cli import bench, explain, generate, info, train
 from te_ops.errors import Error
 
 
@@ -23,7 +23,13 @@ class Command(Protocol):
         """Do it, and return the exit status."""
 
 
-COMMANDS: dict[str, Command] = {"info": info, "explain": explain, "train": train}
+COMMANDS: dict[str, Command] = {
+    "info": info,
+    "explain": explain,
+    "bench": bench,
+    "train": train,
+    "generate": generate,
+}
 
 
 def parser() -> argparse.ArgumentParser:

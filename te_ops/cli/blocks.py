@@ -1,4 +1,4 @@
-"""Standard blocks of te_ops ops: what `te-ops explain` shows and `te-ops train` trains."""
+"""Standard blocks of te_ops ops and layers: what `te-ops explain` shows and `te-ops train` trains."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 import te_ops as te
+from te_ops import layers
 from te_ops.errors import Error
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """Extents of a language model and its inputs: tokens are [batch, context].
 
     Raises:
@@ -39,7 +40,7 @@ class Sizes:
             )
 
 
-def attention(s: Sizes) -> te.Residual:
+def attention(s: ModelSizes) -> te.Residual:
     """x + proj(attention(qkv(norm(x)))) of x [batch, context, dim]."""
     return te.Residual(
         {
@@ -51,7 +52,7 @@ def attention(s: Sizes) -> te.Residual:
     )
 
 
-def swiglu_mlp(s: Sizes) -> te.Residual:
+def swiglu_mlp(s: ModelSizes) -> te.Residual:
     """x + fc2(swiglu(fc1(norm(x))))."""
     return te.Residual(
         {
@@ -63,7 +64,7 @@ def swiglu_mlp(s: Sizes) -> te.Residual:
     )
 
 
-def gelu_mlp(s: Sizes) -> te.Residual:
+def gelu_mlp(s: ModelSizes) -> te.Residual:
     """x + fc2(gelu(fc1(norm(x)))) with biases and a LayerNorm."""
     return te.Residual(
         {
@@ -75,40 +76,34 @@ def gelu_mlp(s: Sizes) -> te.Residual:
     )
 
 
-def layer(s: Sizes) -> te.Sequential:
-    """Attention and MLP, each with its residual."""
-    return te.Sequential({"attention": attention(s), "mlp": swiglu_mlp(s)})
+def _config(s: ModelSizes, *, tied: bool = True) -> layers.LlamaConfig:
+    return layers.LlamaConfig(s.vocab, s.dim, s.ffn, s.layers, s.heads, tied=tied)
 
 
-def language_model(s: Sizes, *, tied: bool = True) -> te.Sequential:
+def layer(s: ModelSizes) -> layers.TransformerLayer:
+    """Attention and SwiGLU MLP, each behind an RMSNorm and with its residual."""
+    return _config(s).layer()
+
+
+def language_model(s: ModelSizes, *, tied: bool = True) -> te.Sequential:
     """(tokens, targets) [batch, context] -> mean cross entropy.
 
     `tied`: the head at path "head" has the embedding's weight.
     """
-    embedding = te.Embedding(s.vocab, s.dim)
-    head = te.Linear(s.dim, s.vocab, bias=False, init_std=0.02)
-    if tied:
-        head.weight = embedding.weight
-    return te.Sequential(
-        {
-            "embedding": embedding,
-            "layers": te.Sequential(*(layer(s) for _ in range(s.layers))),
-            "norm": te.RMSNorm(s.dim),
-            "head": head,
-            "loss": te.CrossEntropy(),
-        }
-    )
+    model = layers.llama_model(_config(s, tied=tied))
+    model.add_module("loss", te.CrossEntropy())
+    return model
 
 
-def _linear(s: Sizes) -> te.Sequential:
+def _linear(s: ModelSizes) -> te.Sequential:
     return te.Sequential(te.Linear(s.dim, s.ffn))
 
 
-def _norm_linear(s: Sizes) -> te.Sequential:
+def _norm_linear(s: ModelSizes) -> te.Sequential:
     return te.Sequential(te.RMSNorm(s.dim), te.Linear(s.dim, s.ffn, bias=False))
 
 
-BLOCKS: dict[str, Callable[[Sizes], te.Sequential]] = {
+BLOCKS: dict[str, Callable[[ModelSizes], te.Op]] = {
     "linear": _linear,
     "norm_linear": _norm_linear,
     "swiglu_mlp": swiglu_mlp,
@@ -119,7 +114,7 @@ BLOCKS: dict[str, Callable[[Sizes], te.Sequential]] = {
 }
 
 
-def build(name: str, s: Sizes, device: torch.device) -> tuple[te.Sequential, tuple[Any, ...]]:
+def build(name: str, s: ModelSizes, device: torch.device) -> tuple[te.Op, tuple[Any, ...]]:
     """A block on a device, and inputs for it: tokens and targets for "lm", else activations."""
     model = BLOCKS[name](s).to(device)
     if name == "lm":
@@ -128,4 +123,4 @@ def build(name: str, s: Sizes, device: torch.device) -> tuple[te.Sequential, tup
     return model, (torch.zeros(s.batch, s.context, s.dim, device=device, requires_grad=True),)
 
 
-__all__ = ["BLOCKS", "Sizes", "build", "language_model"]
+__all__ = ["BLOCKS", "ModelSizes", "build", "language_model"]

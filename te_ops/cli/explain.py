@@ -16,7 +16,7 @@ import torch
 
 import te_ops as te
 from te_ops.cli.arms import NAMES, Arm, arm
-from te_ops.cli.blocks import BLOCKS, Sizes, build
+from te_ops.cli.blocks import BLOCKS, ModelSizes, build
 from te_ops.cli.devices import device_named
 from te_ops.errors import Error
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="write there instead of printing")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-grad", action="store_true", help="forward only")
-    defaults = Sizes()
+    defaults = ModelSizes()
     for name in vars(defaults):
         parser.add_argument(
             f"--{name}", type=int, help=f"of a named block (default {getattr(defaults, name)})"
@@ -74,9 +74,9 @@ def _plan(model: te.Op, inputs: tuple[Any, ...], way: Arm, device: torch.device)
 
 
 def _model(options: argparse.Namespace, device: torch.device) -> tuple[te.Op, tuple[Any, ...]]:
-    given = {k: v for k in vars(Sizes()) if (v := getattr(options, k)) is not None}
+    given = {k: v for k in vars(ModelSizes()) if (v := getattr(options, k)) is not None}
     if options.model in BLOCKS:
-        return build(options.model, Sizes(**given), device)
+        return build(options.model, ModelSizes(**given), device)
     if ":" not in options.model:
         raise Error(
             f"{options.model!r} is no block ({', '.join(BLOCKS)}) and no module:function of yours"

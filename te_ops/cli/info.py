@@ -1,4 +1,4 @@
-"""te-ops info: versions, devices, backends, rules and kernels, and why some are not available."""
+"""te-ops info: versions, devices, backends, rules and kernels, why some are not available, and what lies in caches."""
 
 from __future__ import annotations
 
@@ -17,17 +17,26 @@ from rich.table import Table
 
 import te_ops
 from te_ops import config, registry
+from te_ops.backends.cublas.choices import shipped
+from te_ops.errors import Error
 from te_ops.registry import REGISTRY, Kernel, Rule
 from te_ops.runtime.cache import arch_of
+from te_ops.runtime.disk import own_folder
 
 # What each backend needs to be importable. They are imported here and nowhere before.
 BACKENDS: dict[str, tuple[str, ...]] = {
     "reference": (),
-    "cublas": (),
-    "cuda": ("cuda.bindings", "cuda.core"),
+    "cublas": ("nvmath.bindings",),  # without it, through torch
+    "cuda": ("cuda.bindings",),
     "cutlass": ("cutlass", "quack"),
     "cudnn": ("cudnn",),
 }
+
+CACHES = {
+    "compiled kernels": ("CUDA_CACHE", "cuda", "*.cubin"),
+    "tuned products": ("TUNE_CACHE", "tune", "*.json"),
+}
+"""The variable that names a folder, its default in the user's cache, and the files in it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +74,8 @@ def collect() -> dict[str, Any]:
             for k in REGISTRY.all()
             if isinstance(k, Kernel)
         ],
+        "caches": {name: _cache(*where) for name, where in CACHES.items()},
+        "measured": {place: len(found) for place, found in shipped().items()},
         "plugins": dict(registry.PLUGINS),
         "variables": config.variables(),
     }
@@ -125,6 +136,18 @@ def _kernel(kernel: Kernel, archs: list[str]) -> dict[str, Any]:
     }
 
 
+def _cache(variable: str, name: str, pattern: str) -> dict[str, Any]:
+    """The folder (None: off, or not made yet), what lies in it, and why it is not used."""
+    found: dict[str, Any] = {"variable": f"TE_OPS_{variable}", "folder": None, "refused": None}
+    try:
+        folder = own_folder(variable, name, make=False)
+    except Error as error:
+        folder, found["refused"] = None, str(error)
+    files = [] if folder is None else list(folder.glob(pattern))
+    found["folder"] = None if folder is None else str(folder)
+    return found | {"files": len(files), "bytes": sum(f.stat().st_size for f in files)}
+
+
 # -- as text
 
 
@@ -140,9 +163,19 @@ def _show(found: dict[str, Any]) -> None:
     for rule in found["rules"]:
         rules.add_row(rule["name"], rule["stage"], " ".join(rule["chain"]))
     console.print(rules)
+    for name, c in found["caches"].items():
+        console.print(f"Cache of {name} ({c['variable']}): {_where(c)}")
+    measured = ", ".join(f"{place}: {n} products" for place, n in found["measured"].items())
+    console.print(f"Measured algorithms in the package: {measured or 'none'}")
     for title, items in (("Plugins", found["plugins"]), ("Variables", found["variables"])):
         shown = ", ".join(f"{k}: {v or 'loaded'}" for k, v in items.items())
         console.print(f"{title}: {shown or 'none'}")
+
+
+def _where(cache: dict[str, Any]) -> str:
+    if cache["folder"] is None:
+        return cache["refused"] or "none, or off"
+    return f"{cache['folder']}, {cache['files']} files, {cache['bytes'] / 2**20:.1f} MiB"
 
 
 def _backend_table(backends: dict[str, Any]) -> Table:

@@ -30,8 +30,7 @@ class Core(Op):
         self.band, self.scale, self.layout = band, scale, layout
 
     def emit(self, g: Graph, *xs: Value) -> tuple[Value, ...]:
-        o, lse = attention(g, *xs, band=self.band, scale=self.scale, layout=self.layout)  # type: ignore[arg-type]
-        return o, lse, Value(o.node, 2)
+        return attention(g, *xs, band=self.band, scale=self.scale, layout=self.layout)
 
 
 def values(op: Op, *xs: torch.Tensor, **options: Any) -> list[Any]:

@@ -112,9 +112,8 @@ def test_every_spelling_of_causal_is_one_form() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        (("padding",), "not served by this version"),
-        (("padding_causal",), "not served by this version"),
-        (("arbitrary",), "not served by this version"),
+        (("padding_causal", (3, 1)), r"use \(3, 0\)"),
+        (("padding_causal_bottom_right", None, False), "use 'padding_causal'"),
         (("casual",), "must be one of no_mask, causal"),
         (("causal", (3, 1)), r"use \(3, 0\)"),
         (("no_mask", (3,)), "two ints"),
@@ -133,3 +132,28 @@ def test_sides_are_checked() -> None:
         Band(-1, 0)
     with pytest.raises(PlanError, match="diagonal"):
         Band(0, 0, "bottom_left")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "bottom_right"),
+    [
+        ("no_mask", None, True),
+        ("padding", None, True),
+        ("arbitrary", None, True),
+        ("causal", 0, False),
+        ("padding_causal", 0, False),
+        ("padding,causal", 0, False),
+        ("causal,padding", 0, False),
+        ("causal_bottom_right", 0, True),
+        ("padding_causal_bottom_right", 0, True),
+    ],
+)
+def test_every_mask_type_has_its_side_and_its_diagonal(
+    name: str, right: int | None, bottom_right: bool
+) -> None:
+    diagonal = "bottom_right" if bottom_right else "top_left"
+    assert band_of(name) == Band(None, right, diagonal)  # type: ignore[arg-type]
+    assert band_of(name, (2, 0)) == Band(2, 0, diagonal)  # type: ignore[arg-type]
+    if bottom_right and not name.endswith("bottom_right"):
+        assert band_of(name, None, False).diagonal == "top_left"
+    assert band_of(name, None, True).diagonal == "bottom_right"

@@ -190,7 +190,7 @@ def test_equal_tables_are_one_value() -> None:
         ({"dim": 8, "base": float("inf")}, "base"),
         ({"dim": 8, "start_position": -1}, "start_position"),
         ({"dim": 8, "start_position": 1.5}, "start_position"),
-        ({"dim": 8, "qkv_format": "thd"}, "qkv_format"),
+        ({"dim": 8, "qkv_format": "bhsd"}, "qkv_format"),
     ],
 )
 def test_constructor_mistakes(keywords: Any, message: str) -> None:

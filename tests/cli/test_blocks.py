@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from te_ops.cli.blocks import BLOCKS, Sizes, build, language_model
+from te_ops.cli.blocks import BLOCKS, ModelSizes, build, language_model
 from te_ops.errors import Error
 
-SMALL = Sizes(layers=2, dim=16, heads=2, ffn=24, context=8, batch=2, vocab=32)
+SMALL = ModelSizes(layers=2, dim=16, heads=2, ffn=24, context=8, batch=2, vocab=32)
 CPU = torch.device("cpu")
 
 
@@ -47,4 +47,4 @@ def test_tied_weights_are_one_parameter() -> None:
 )
 def test_sizes_that_cannot_be_are_refused(wrong: dict[str, int], message: str) -> None:
     with pytest.raises(Error, match=message):
-        Sizes(**wrong)
+        ModelSizes(**wrong)

@@ -61,6 +61,28 @@ def test_libraries_are_reported_and_never_break_it(
     }
 
 
+def test_caches_and_what_lies_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "kernels"
+    folder.mkdir(mode=0o700)
+    (folder / "a.cubin").write_bytes(b"12345")
+    (folder / "a.lock").touch()
+    monkeypatch.setenv("TE_OPS_CUDA_CACHE", str(folder))
+    monkeypatch.setenv("TE_OPS_TUNE_CACHE", "off")
+    found = _json(capsys)
+    kernels, tuned = found["caches"]["compiled kernels"], found["caches"]["tuned products"]
+    assert (kernels["folder"], kernels["files"], kernels["bytes"]) == (str(folder), 1, 5)
+    assert (tuned["folder"], tuned["files"], tuned["refused"]) == (None, 0, None)
+    assert all(count > 0 for count in found["measured"].values())
+    folder.chmod(0o777)
+    assert "can be written by others" in _json(capsys)["caches"]["compiled kernels"]["refused"]
+    main(["info"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "can be written by others" in shown
+    assert "Cache of tuned products (TE_OPS_TUNE_CACHE): none, or off" in shown
+
+
 def test_variables_and_plugins(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

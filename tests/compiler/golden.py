@@ -37,6 +37,25 @@ def _swiglu() -> list[te.Op]:
     ]
 
 
+def _layer() -> te.Op:
+    """A decoder layer with grouped heads, norms of q and k, and biases nowhere."""
+    return te.layers.TransformerLayer(
+        D,
+        FFN,
+        HEADS,
+        HEADS // 2,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        normalization="RMSNorm",
+        activation="swiglu",
+        bias=False,
+        attn_input_format="bshd",
+        qk_norm_type="RMSNorm",
+        qk_norm_before_rope=True,
+        rotary=te.RoPE(D // HEADS),
+    )
+
+
 BLOCKS: dict[str, Callable[[], te.Op]] = {
     "linear": lambda: te.Sequential(te.Linear(D, D, bias=False)),
     "norm_linear": lambda: te.Sequential(te.RMSNorm(D), te.Linear(D, D, bias=False)),
@@ -44,6 +63,7 @@ BLOCKS: dict[str, Callable[[], te.Op]] = {
     "gelu_mlp": lambda: te.Sequential(te.Linear(D, FFN), te.GELU(), te.Linear(FFN, D)),
     "attention": lambda: te.Sequential(_attention()),
     "lm_layer": lambda: te.Sequential(_attention(), te.Residual(*_swiglu())),
+    "transformer_layer": _layer,
 }
 RECIPES: dict[str, Callable[[], te.Recipe] | None] = {
     "fp32": None,

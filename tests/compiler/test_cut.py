@@ -43,6 +43,20 @@ def test_children_gather_to_the_threshold() -> None:
     assert paths(plan) == [["0", "1"], ["2"]]
 
 
+def test_an_activation_stays_with_its_product() -> None:
+    """Its gradient is quantized for the product's backward in the pass that makes it."""
+    plan = te.Sequential(te.RMSNorm(WIDTH, device="meta"), big(True), te.GELU(), big(), big()).plan(
+        X
+    )
+    assert paths(plan) == [["1", "3"], ["4"]]
+    recipe = te.recipe.Float8CurrentScaling()
+    with te.autocast(recipe=recipe):
+        plan = te.Sequential(
+            big(), te.SiLU(), big(True), te.RMSNorm(WIDTH, device="meta"), big()
+        ).plan(torch.empty(16, WIDTH, device="meta"))
+    assert paths(plan) == [["0", "2"], ["4"]]
+
+
 def test_streams_take_over_from_children() -> None:
     """With a Residual in the pipeline, only residual-stream values are cut."""
     plan = te.Sequential(

@@ -278,7 +278,7 @@ def test_of_equal_matches_the_rule_declared_first_wins() -> None:
         (Phase.RECOMPUTE, Phase.RECOMPUTE, True),
         (Phase.FORWARD, Phase.DGRAD, False),
         (Phase.FORWARD, Phase.RECOMPUTE, False),
-        (Phase.RECOMPUTE, Phase.DGRAD, False),
+        (Phase.RECOMPUTE, Phase.DGRAD, True),
     ],
 )
 def test_groups_stay_within_a_phase(one: Phase, two: Phase, fuses: bool) -> None:
@@ -376,3 +376,71 @@ def test_a_node_that_no_kernel_takes_is_an_error_that_lists_the_reasons() -> Non
             NoKernelError, match=r"no kernel takes gemm_nt \(picky: N = 16 is too small\)"
         ):
             select(work)
+
+
+# -- nodes with what follows them, and nodes with a key
+
+
+BESIDE = Rule("beside", ("pointwise",), together=True, follow=("quantize", "reduce"))
+
+
+def test_values_of_one_operand_go_with_what_reads_them() -> None:
+    """GELU and its neighbour, the copies of one and the sum of the other: one step."""
+    b = Builder()
+    x = b.input()
+    y, z = b.fn("gelu", x), b.fn("silu", x)
+    row, *_ = b.quantize(y)
+    work = b.work(row, z, reduce(b.g, z, over="rows", dtype=torch.float32))
+    assert match(work, BESIDE, composed(BESIDE)) == ["gelu + silu + quantize + reduce"]
+
+
+def test_one_value_with_what_reads_it() -> None:
+    b = Builder()
+    y = b.fn("gelu", b.input())
+    row, *_ = b.quantize(y)
+    work = b.work(row, reduce(b.g, y, over="rows", dtype=torch.float32))
+    assert match(work, BESIDE, composed(BESIDE)) == ["gelu + quantize + reduce"]
+
+
+def test_a_value_alone_is_no_group() -> None:
+    b = Builder()
+    work = b.work(b.fn("gelu", b.input()), b.fn("silu", b.input()))
+    assert match(work, BESIDE, composed(BESIDE)) == []
+
+
+def test_a_follower_of_two_values_closes_no_cycle() -> None:
+    """The second value is made from the first one's copy: they cannot be one step."""
+    b = Builder()
+    x, w = b.input(), b.input()
+    row, *_ = b.quantize(b.fn("gelu", x))
+    z = b.fn("mul", x, b.gemm(row, w))
+    work = b.work(z, b.quantize(z)[0])
+    groups = match(work, BESIDE, composed(BESIDE))
+    assert groups == ["gelu + quantize", "mul + quantize"]
+
+
+def keyed(g: Graph, node: Node) -> int | None:
+    """Quantize nodes of the first three inputs."""
+    index = g.node(node.inputs[0]).attrs.get("index", 9)
+    return 1 if index < 3 else None
+
+
+def test_nodes_with_one_key_share_nothing() -> None:
+    rule = Rule("keyed", ("quantize", "quantize"), together=True, key=keyed)
+    b = Builder()
+    rows = [b.quantize(b.input())[0] for _ in range(4)]
+    work = b.work(*rows, b.quantize(b.fn("gelu", b.input()))[0])
+    assert match(work, rule, composed(rule)) == ["quantize + quantize + quantize"]
+
+
+def test_a_key_groups_at_most_sixteen() -> None:
+    rule = Rule("keyed", ("quantize", "quantize"), together=True, key=lambda g, node: 0)
+    b = Builder()
+    work = b.work(*(b.quantize(b.input())[0] for _ in range(19)))
+    assert [name.count("quantize") for name in match(work, rule, composed(rule))] == [16, 3]
+
+
+@pytest.mark.parametrize("more", [{"follow": ("reduce",)}, {"key": keyed}])
+def test_follow_and_key_are_for_together(more: dict[str, object]) -> None:
+    with pytest.raises(PlanError, match="together=True"):
+        Rule("chain", ("gemm", "pointwise"), **more)  # type: ignore[arg-type]

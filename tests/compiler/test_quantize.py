@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import te_ops as te
+from te_ops.backends.reference.kernels import composed
 from te_ops.compiler import Plan, Step
 from te_ops.graph import Phase
 from te_ops.recipe import Role
+from te_ops.registry import REGISTRY
 from tests.runtime.cases import RECIPES
 
 QUANTIZED = {name: recipe for name, recipe in RECIPES.items() if recipe is not None}
@@ -111,9 +113,20 @@ def test_what_backward_rebuilds_is_quantized_again_and_not_saved() -> None:
     model = te.Sequential(
         te.Linear(WIDTH, 2 * HIDDEN, bias=False), te.SwiGLU(), te.Linear(HIDDEN, WIDTH, bias=False)
     )
-    made = plan(model.bfloat16(), X, te.recipe.MXFP8BlockScaling())
-    assert written(made, "forward")[2] == ("2", ROW)
-    assert ("2", COL) in written(made, "backward")
+    model = model.bfloat16()
+    kept = plan(model, X, te.recipe.MXFP8BlockScaling())
+    assert written(kept, "forward")[2] == ("2", BOTH)  # on its own it would cost a pass
+    assert len(kept.segments[0].saved_values) == 4
+    with REGISTRY.temporary(composed("pointwise_together")):
+        made = plan(model, X, te.recipe.MXFP8BlockScaling())
+    assert "quantize(mxfp8 e4m3, row)" in made.segments[0].forward_steps[3].nodes
+    (step,) = [s for s in made.segments[0].backward_steps if s.name == "pointwise_together"]
+    assert [n.partition("(")[0] for n in step.nodes] == [
+        "swiglu",
+        "quantize",
+        "dswiglu",
+        "quantize",
+    ]
     saved = made.segments[0].saved_values
     assert [s.reference_bytes for s in saved if s.format == "bfloat16"] == [2 * ROWS * 2 * HIDDEN]
     assert len(saved) == 3  # x and W2 in columns, the gate's input in BF16

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 import te_ops as te
+from te_ops.backends.reference.kernels import composed
 from te_ops.compiler import Plan, Work
 from te_ops.compiler.passes import passes
 from te_ops.compiler.remat import remat
+from te_ops.registry import REGISTRY
 from te_ops.runtime.cache import CACHE
 from tests.runtime.cases import RECIPES, gradients
 
@@ -20,12 +22,57 @@ def saved(plan: Plan) -> list[tuple[str, int]]:
     return [(s.format, s.bytes) for segment in plan.segments for s in segment.saved_values]
 
 
-def test_activation_is_rebuilt_from_its_input() -> None:
-    model = te.Sequential(te.Linear(8, 16, bias=False), te.GELU(), te.Linear(16, 8, bias=False))
-    plan = model.plan(torch.randn(4, 8))
-    assert saved(plan) == [("float32", 4 * 16 * 4), ("float32", 4 * 8 * 4)]
-    rebuilt = [s for s in plan.segments[0].backward_steps if s.phase == "recompute"]
-    assert [s.nodes for s in rebuilt] == [("gelu",)]
+def mlp() -> te.Sequential:
+    return te.Sequential(te.Linear(64, 128, bias=False), te.GELU(), te.Linear(128, 64, bias=False))
+
+
+X, HIDDEN = torch.randn(32, 64), 32 * 128
+TOGETHER = [composed(f"pointwise_together{kind}") for kind in ("", "_rounded")]
+
+
+@pytest.mark.parametrize("recipe", [te.recipe.DelayedScaling(), te.recipe.Float8CurrentScaling()])
+def test_a_copy_is_rebuilt_beside_its_gradient(recipe: te.Recipe) -> None:
+    """Where a kernel does both; else rebuilding would be a pass over memory of its own."""
+    model = mlp()
+    with te.autocast(recipe=recipe):
+        kept = model.plan(X)
+        with REGISTRY.temporary(*TOGETHER):
+            plan = model.plan(X)
+    assert plan.saved_bytes + HIDDEN in range(kept.saved_bytes, kept.saved_bytes + 9)
+    assert "recompute" not in [s.phase for s in plan.segments[0].backward_steps]
+    names = [s.name for s in plan.segments[0].backward_steps]
+    first = names.index("pointwise_together")
+    assert names[:first].count("gemm") == 1, "dgrad of the second Linear comes before its wgrad"
+    assert names[first + 1] == "gemm"
+
+
+def test_the_rebuilt_copy_has_the_scale_of_the_first() -> None:
+    """Current scaling: the amax that forward found is saved, and read instead of found again."""
+    model = mlp()
+    with te.autocast(recipe=te.recipe.Float8CurrentScaling()), REGISTRY.temporary(*TOGETHER):
+        plan = model.plan(X)
+    assert ("float32", 4) in saved(plan)
+    (step,) = [s for s in plan.segments[0].backward_steps if s.name == "pointwise_together"]
+    assert any(read.startswith("quantize") for read in step.reads)
+
+
+def test_what_forward_reads_is_saved() -> None:
+    """Forward writes the dense activation for its GEMM anyway: to write it again would cost time."""
+    model = mlp()
+    with REGISTRY.temporary(*TOGETHER):
+        plan = model.plan(X)
+    assert ("float32", 4 * HIDDEN) in saved(plan)
+    assert len(saved(plan)) == 3
+
+
+def test_moved_data_is_rebuilt() -> None:
+    """Rotated heads come from the projection, which is saved as the values' base."""
+    model = te.Sequential(
+        te.Linear(32, 96, bias=False), te.Attention(2, packed=True, rotary=te.RoPE(16))
+    )
+    plan = model.plan(torch.randn(1, 8, 32))
+    steps = [s.name for s in plan.segments[0].backward_steps if s.phase == "recompute"]
+    assert steps.count("rope") == 2
 
 
 def test_dropout_mask_is_rebuilt_from_the_seed() -> None:

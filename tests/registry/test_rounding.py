@@ -42,6 +42,11 @@ PIPELINES: dict[str, Any] = {
     "dropout": lambda: te.Sequential(
         te.Linear(32, 32), te.Dropout(0.25), te.Residual(te.SiLU(), te.Linear(32, 32))
     ),
+    "main_grad": lambda: te.Sequential(
+        te.Linear(32, 64, accumulate_into_main_grad=True),
+        te.GELU(),
+        te.Linear(64, 32, accumulate_into_main_grad=True),
+    ),
     "recompute": lambda: te.Sequential(
         te.Linear(32, 32),
         te.Recompute(te.Linear(32, 64), te.GELU(), te.Linear(64, 32)),
@@ -58,6 +63,17 @@ def fused(exact: bool) -> Iterator[None]:
         yield
 
 
+def give_main_grads(model: te.Op) -> dict[str, Tensor]:
+    """An FP32 main_grad for each weight that wants one, by name."""
+    made: dict[str, Tensor] = {}
+    for path, op in model.named_modules():
+        if isinstance(op, te.Linear) and op.accumulate_into_main_grad:
+            made[f"{path}.main_grad"] = op.weight.main_grad = torch.zeros_like(
+                op.weight, dtype=torch.float32
+            )
+    return made
+
+
 def run(
     name: str, recipe: str, dtype: torch.dtype, frozen: bool = False
 ) -> tuple[dict[str, Tensor], set[str]]:
@@ -66,6 +82,7 @@ def run(
     model = PIPELINES[name]().to(dtype)
     if frozen:
         model.requires_grad_(False)
+    main_grads = give_main_grads(model)
     chosen = RECIPES[recipe]
     found: dict[str, Tensor] = {}
     for i in range(2):
@@ -79,7 +96,7 @@ def run(
         found |= {
             f"{i} {k}": v for k, v in ({"y": y.detach(), "x": x.grad} | gradients(model)).items()
         }
-    found |= dict(model.state_dict())
+    found |= dict(model.state_dict()) | main_grads
     steps = [
         s for segment in plan.segments for s in (*segment.forward_steps, *segment.backward_steps)
     ]

@@ -119,7 +119,7 @@ def test_pipelines_hold_the_chain_of_every_rule() -> None:
     ours = {
         rule.name for rule in REGISTRY.all() if isinstance(rule, Rule) and rule.stage == "phase"
     }
-    assert ours <= seen
+    assert ours - seen == {"gemm_accumulate"}  # needs main_grad: tests/runtime/test_main_grad.py
 
 
 def test_pipelines_generator_crosses_everything() -> None:

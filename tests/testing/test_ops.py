@@ -10,7 +10,7 @@ import torch
 import te_ops as te
 from te_ops.graph import Graph, Prim, Value, gradient, prim, same
 from te_ops.registry import ArchRange, Call, Kernel, rules
-from te_ops.runtime import executor
+from te_ops.runtime import segment
 from te_ops.testing import cases, check_op
 
 FAST = {"dtypes": (torch.bfloat16,)}
@@ -188,10 +188,8 @@ def test_a_kernel_off_by_one_percent_fails() -> None:
 
 
 def test_an_executor_that_ignores_strides_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = executor._entry
-    monkeypatch.setattr(
-        executor, "_entry", lambda x: entry(x) if x.is_contiguous() else entry(2 * x)
-    )
+    entry = segment.entry
+    monkeypatch.setattr(segment, "entry", lambda x: entry(x) if x.is_contiguous() else entry(2 * x))
     with pytest.raises(AssertionError, match=r"strided inputs|expanded output gradient"):
         check_op(KERNELED(), (6, 32), **FAST)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from te_ops.cli.arms import SABOTAGED
 from te_ops.cli.train import report
 from te_ops.cli.train.checks import Run, checks
 from te_ops.cli.train.metrics import measure
@@ -74,4 +75,15 @@ def finish(settings: Settings, trainers: list[Trainer], out: Path, console: Cons
         console.print(f"wrote {out / 'loss.png'}")
     else:
         console.print("no picture: matplotlib is not installed (pip install 'te_ops[demo]')")
+    _export(trainers, out, console)
     return 0 if all(check.ok for check in made) else 1
+
+
+def _export(trainers: list[Trainer], out: Path, console: Console) -> None:
+    """Write the models, but those whose recipe is wrong on purpose."""
+    try:
+        kept = [trainer.export(out) for trainer in trainers if trainer.arm.name != SABOTAGED]
+    except Error as error:
+        console.print(f"no models: {error}")
+        return
+    console.print(f"wrote {kept[0].parent}: continue a text with te-ops generate --model {out}")

@@ -20,7 +20,7 @@ OPERANDS = ("input", "weight", "grad_output")
 _PHASES = {"input": Phase.FORWARD, "weight": Phase.FORWARD, "grad_output": Phase.DGRAD}
 
 
-class Operand(NamedTuple):
+class OperandName(NamedTuple):
     """An operand of a GEMM: the op's path in the model, and "input", "weight" or "grad_output"."""
 
     path: str
@@ -41,7 +41,7 @@ class Rounding:
     `underflow_limit`: share that one ideal scale for the tensor could lose, see `_lost`.
     """
 
-    operand: Operand
+    operand: OperandName
     sqnr: float
     sqnr_floor: float
     underflow: float
@@ -136,7 +136,7 @@ def _cosine_floor(errors: tuple[Rounding, ...], dtype: torch.dtype | None) -> fl
 # -- operands
 
 
-_NOWHERE = Operand("", "")
+_NOWHERE = OperandName("", "")
 
 STALE = (
     3.0  # dB: with the scale of earlier steps, the largest values of a growing tensor are clipped
@@ -149,8 +149,8 @@ class Capture(te.IdentityQuantizer):
 
     name: ClassVar[str] = "te_ops.cli.capture"
 
-    operand: Operand = _NOWHERE
-    into: dict[Operand, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    operand: OperandName = _NOWHERE
+    into: dict[OperandName, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def records(self, x: torch.Tensor, **asked: Any) -> Any:
         """As the identity, after the copy."""
@@ -158,14 +158,14 @@ class Capture(te.IdentityQuantizer):
         return super().records(x, **asked)
 
 
-def operands_of_a_step(trainer: Trainer, batch: torch.Tensor) -> dict[Operand, torch.Tensor]:
+def operands_of_a_step(trainer: Trainer, batch: torch.Tensor) -> dict[OperandName, torch.Tensor]:
     """Every operand that the arm rounds, from a forward and backward without any rounding."""
-    arm, found = trainer.arm, dict[Operand, torch.Tensor]()
+    arm, found = trainer.arm, dict[OperandName, torch.Tensor]()
 
     def capture(role: te.Role) -> te.Quantizer | None:
         if role.prim != "gemm" or arm.quantizer(role) is None:
             return None
-        return Capture(operand=Operand(role.path, role.operand), into=found)
+        return Capture(operand=OperandName(role.path, role.operand), into=found)
 
     recipe = te.recipe.CustomRecipe(qfactory=capture)
     _gradients(trainer, Arm("capture", recipe), batch)

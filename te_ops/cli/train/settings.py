@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from te_ops.cli.arms import NAMES, SABOTAGED, Arm, arm
-from te_ops.cli.blocks import Sizes
+from te_ops.cli.blocks import ModelSizes
 from te_ops.cli.devices import device_named
+from te_ops.cli.models import DTYPES
 from te_ops.errors import Error
 
 FILE = "run.json"
-DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 class Option(NamedTuple):
@@ -101,10 +101,10 @@ class Settings:
         return tuple(arm(name, DTYPES[self.dtype]).sparing("head") for name in self.recipes)
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ModelSizes:
         """Of the model; symbols are bytes."""
         s = self
-        return Sizes(s.layers, s.dim, s.heads, s.ffn, s.context, s.batch)
+        return ModelSizes(s.layers, s.dim, s.heads, s.ffn, s.context, s.batch)
 
 
 def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,7 +148,7 @@ def from_options(options: argparse.Namespace, recorded: Settings | None) -> Sett
     if recipes is not None:
         given["recipes"] = recipes
     if recorded is None:
-        return _completed(given)
+        return completed(given)
     for name, value in given.items():
         if getattr(recorded, name) != value:
             raise Error(
@@ -172,7 +172,8 @@ def _recipes(options: argparse.Namespace) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(("fp32", *names)))
 
 
-def _completed(given: dict[str, Any]) -> Settings:
+def completed(given: dict[str, Any]) -> Settings:
+    """Settings with the device's defaults for what is not given."""
     device = given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device_named(device).type == "cuda"
     defaults = {name: o.gpu if on_gpu else o.cpu for name, o in OPTIONS.items()}

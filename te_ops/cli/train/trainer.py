@@ -14,11 +14,12 @@ import torch
 
 from te_ops.cli.arms import Arm
 from te_ops.cli.blocks import language_model
+from te_ops.cli.models import LanguageModel, model_path, save_model
 from te_ops.cli.train.settings import Settings
 from te_ops.cli.train.text import Sampler, Text, validation_batches
 from te_ops.errors import Error
 
-FORMAT = 1
+FORMAT = 2  # 1 had other names of parameters
 EVALUATIONS = 10  # over a run
 CHECKPOINTS = "checkpoints"  # folder
 BATCHES = 12  # always the same ones, so that losses compare
@@ -95,7 +96,22 @@ class Trainer:
                 self.save(out)
             tell(self)
 
-    # -- checkpoints
+    # -- files
+
+    @property
+    def language_model(self) -> LanguageModel:
+        """What was trained, as `te-ops generate` takes it."""
+        return LanguageModel(self.model, self.settings.sizes, self.arm)
+
+    def export(self, out: Path) -> Path:
+        """Write the model for `te-ops generate`; returns the file.
+
+        Raises:
+            Error: safetensors is not installed.
+        """
+        path = model_path(out, self.arm.name)
+        save_model(self.language_model, path)
+        return path
 
     def save(self, out: Path) -> None:
         """Write everything that the next step depends on, atomically."""

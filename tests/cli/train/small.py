@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from te_ops.cli.train.settings import Settings, _completed
+from te_ops.cli.train.settings import Settings, completed
 
 VALUES: dict[str, Any] = {
     "device": "cpu",
@@ -30,7 +30,7 @@ def write_text(folder: Path) -> str:
 
 def settings(folder: Path, **changed: Any) -> Settings:
     """Settings of a small run on that text."""
-    return _completed({**VALUES, "text": write_text(folder), **changed})
+    return completed({**VALUES, "text": write_text(folder), **changed})
 
 
 def arguments(folder: Path, *more: str) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from te_ops.cli.train.checks import Check, Run, checks, lagging_loss
-from te_ops.cli.train.metrics import Metrics, Operand, Rounding
+from te_ops.cli.train.metrics import Metrics, OperandName, Rounding
 
 
 def _run(name: str, curve: dict[int, float], **changed: Any) -> Run:
@@ -17,7 +17,7 @@ def _run(name: str, curve: dict[int, float], **changed: Any) -> Run:
         step=max(curve),
         settings=SimpleNamespace(steps=max(curve), sizes=SimpleNamespace(vocab=256)),
     )
-    fine = Rounding(Operand("fc1", "input"), 31.0, 24.6, 0.001, 0.002, 0)
+    fine = Rounding(OperandName("fc1", "input"), 31.0, 24.6, 0.001, 0.002, 0)
     values = {
         "errors": (fine,),
         "cosine": 0.999,
@@ -55,9 +55,9 @@ def test_a_good_run_passes_every_kind_of_check() -> None:
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
-        ({"errors": (Rounding(Operand("a", "weight"), 20.0, 24.6, 0, 0, 0),)}, "SQNR weight"),
+        ({"errors": (Rounding(OperandName("a", "weight"), 20.0, 24.6, 0, 0, 0),)}, "SQNR weight"),
         (
-            {"errors": (Rounding(Operand("a", "input"), 31.0, 24.6, 0.2, 0.1, 0),)},
+            {"errors": (Rounding(OperandName("a", "input"), 31.0, 24.6, 0.2, 0.1, 0),)},
             "underflow input",
         ),
         ({"cosine_worst": 0.5}, "grad cosine"),
@@ -73,7 +73,7 @@ def test_the_gap_may_be_what_fp32_gained_in_its_last_fifth() -> None:
     assert lagging_loss(BASE, 0.2) == pytest.approx(0.1)
     assert _failed(_run("slow", {100: 2.4 + 0.1 + 0.04})) == []
     assert _failed(_run("slow", {100: 2.4 + 0.1 + 0.06})) == ["loss gap"]
-    coarse = (Rounding(Operand("a", "input"), 18.0, 13.98, 0, 0, 0),)
+    coarse = (Rounding(OperandName("a", "input"), 18.0, 13.98, 0, 0, 0),)
     assert _failed(_run("nvfp4", {100: 2.4 + 0.6}, errors=coarse)) == []
     assert _failed(_run("nan", {100: math.nan})) == ["loss gap"]
 
@@ -86,7 +86,7 @@ def test_fp32_must_know_more_than_byte_frequencies_once_it_had_time() -> None:
 
 
 def test_rounded_weights_may_be_kept_on_top_of_what_fp32_keeps() -> None:
-    weight = (Rounding(Operand("a", "weight"), 31.0, 24.6, 0, 0, 7),)
+    weight = (Rounding(OperandName("a", "weight"), 31.0, 24.6, 0, 0, 7),)
     assert _failed(_run("tiny", CURVE, errors=weight, saved_bytes=107)) == []
     assert _failed(_run("tiny", CURVE, errors=weight, saved_bytes=108)) == ["kept bytes"]
 

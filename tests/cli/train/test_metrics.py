@@ -9,7 +9,7 @@ import torch
 import te_ops as te
 from te_ops.cli.train.metrics import (
     OPERANDS,
-    Operand,
+    OperandName,
     measure,
     number_format,
     operands_of_a_step,
@@ -20,7 +20,7 @@ from te_ops.cli.train.text import read
 from te_ops.cli.train.trainer import Trainer
 from tests.cli.train.small import settings
 
-PATHS = ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")
+PATHS = ("self_attention.qkv", "self_attention.proj", "mlp.fc1", "mlp.fc2")
 
 
 def _trained(folder: Path, name: str, steps: int = 4) -> Trainer:
@@ -65,10 +65,10 @@ def test_the_floor_is_the_worst_relative_error_of_a_format(dtype: torch.dtype) -
 def test_operands_are_those_of_the_quantized_linears(tmp_path: Path) -> None:
     trainer = _trained(tmp_path, "current")
     found = operands_of_a_step(trainer, trainer.held_out[0])
-    assert set(found) == {Operand(f"layers.0.{p}", o) for p in PATHS for o in OPERANDS}
-    fc1 = Operand("layers.0.mlp.fc1", "weight")
+    assert set(found) == {OperandName(f"layers.0.{p}", o) for p in PATHS for o in OPERANDS}
+    fc1 = OperandName("layers.0.mlp.fc1", "weight")
     assert torch.equal(found[fc1], trainer.model.get_submodule(fc1.path).weight)
-    assert found[Operand("layers.0.mlp.fc2", "grad_output")].shape == (2, 16, 32)
+    assert found[OperandName("layers.0.mlp.fc2", "grad_output")].shape == (2, 16, 32)
 
 
 @pytest.mark.parametrize("name", ["bf16", "delayed", "mxfp8", "nvfp4"])

@@ -126,6 +126,15 @@ def test_without_matplotlib_there_is_no_picture(
     assert not (tmp_path / "out" / "loss.png").exists()
 
 
+def test_without_safetensors_there_are_no_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    assert main(arguments(tmp_path, "--recipes", "fp32", "--out", str(tmp_path / "out"))) == 0
+    assert "no models: safetensors is not installed" in capsys.readouterr().out
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 def test_seconds_choose_the_steps(tmp_path: Path) -> None:
     more = ("--recipes", "fp32", "--seconds", "0.3", "--out", str(tmp_path / "out"))
     assert main(arguments(tmp_path, *more)) == 0

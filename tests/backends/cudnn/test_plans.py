@@ -1,0 +1,103 @@
+"""Whole plans: the CPU stands for Hopper, and the stand-in runs what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import te_ops as te
+from te_ops.backends import cudnn as backend
+from te_ops.registry import REGISTRY
+from te_ops.runtime import cache
+from te_ops.testing import assert_close
+from tests.backends.cudnn.fake import FakeCudnn
+
+
+@pytest.fixture
+def hopper(cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudnn]:
+    monkeypatch.setattr(cache, "arch_of", lambda device: "sm_90")
+    monkeypatch.setattr(backend, "missing", lambda: None)
+    with REGISTRY.without("cuda.", "cublas.", "sdpa."), REGISTRY.temporary(*backend.KERNELS):
+        yield cudnn
+
+
+def step(op: te.Attention, x: torch.Tensor, *extra: torch.Tensor) -> list[torch.Tensor]:
+    leaf = x.clone().requires_grad_()
+    made = op(leaf, *extra)
+    o, lse = made
+    parameters = list(op.parameters())
+    return [
+        o,
+        lse,
+        *torch.autograd.grad(o, [leaf, *parameters], torch.cos(o.detach().float()).to(o)),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["causal", "padding", "thd", "sink", "alibi"])
+def test_a_packed_attention(hopper: FakeCudnn, kind: str) -> None:
+    torch.manual_seed(0)
+    options = {
+        "causal": {},
+        "padding": {"attn_mask_type": "padding_causal"},
+        "thd": {"qkv_format": "thd"},
+        "sink": {"softmax_type": "learnable"},
+        "alibi": {"core_attention_bias_type": "alibi"},
+    }[kind]
+    op = te.Attention(4, 2, packed=True, return_lse=True, **options)
+    x = torch.randn(3, 20, 8 * 16).bfloat16()
+    extra: list[torch.Tensor] = []
+    if kind == "padding":
+        extra = [torch.tensor([20, 0, 7])]
+    if kind == "thd":
+        x = x.flatten(0, 1)
+        extra = [te.PackedSequences([0, 5, 5, 40], cu_q_padded=[0, 8, 8, 60])]
+    got = step(op, x, *extra)
+    assert len(hopper.calls) == 2
+    with REGISTRY.without("cudnn."):
+        wanted = step(op, x, *extra)
+    for a, b in zip(got, wanted, strict=True):
+        assert_close(a.float(), b.float(), rtol=0.05, atol=0.03)
+
+
+def test_the_plan_says_who_runs_and_why_not(hopper: FakeCudnn) -> None:
+    x = torch.randn(2, 16, 8 * 16).bfloat16().requires_grad_()
+    op = te.Attention(4, 2, packed=True)
+    (segment,) = op.plan(x).segments
+    kernels = {s.kernel for s in (*segment.forward_steps, *segment.backward_steps)}
+    assert {"cudnn.attention", "cudnn.attention_backward"} <= kernels
+    capped = te.Attention(4, 2, packed=True, logits_soft_cap=30.0)
+    assert "a score modifier excludes every mask" in str(capped.plan(x).explain())
+
+
+def test_packed_operands_are_not_copied(hopper: FakeCudnn) -> None:
+    x = torch.randn(2, 16, 8 * 16).bfloat16()
+    with torch.no_grad():
+        te.Attention(4, 2, packed=True)(x)
+    node = hopper.graphs[0].node
+    assert node is not None
+    assert node[1]["q"].facts["stride"] == [16 * 128, 16, 128, 1]
+
+
+class Rows(te.Recipe):
+    """q, k and v in FP8, forward."""
+
+    def quantizer(self, role: te.Role) -> te.Quantizer | None:
+        """Current scaling for what attention reads forward."""
+        return te.Float8CurrentScalingQuantizer() if role.operand in ("q", "k", "v") else None
+
+
+def test_quantized_operands_run_as_what_they_stand_for(hopper: FakeCudnn) -> None:
+    torch.manual_seed(0)
+    op = te.Attention(4, 2, packed=True, return_lse=True)
+    x = torch.randn(2, 20, 8 * 16).bfloat16()
+    with te.autocast(recipe=Rows()):
+        got = step(op, x)
+        assert len(hopper.calls) == 2
+        with REGISTRY.without("cudnn."):
+            wanted = step(op, x)
+    for a, b in zip(got, wanted, strict=True):
+        assert_close(a.float(), b.float(), rtol=0.05, atol=0.03)
+    with REGISTRY.without("cudnn."):
+        assert not torch.equal(wanted[0], step(op, x)[0]), "nothing was quantized"
