@@ -60,6 +60,14 @@ class Rule:
             raise PlanError(f"rule {self.name}: joint rules need rewrite=, phase rules take none")
         if (self.follow or self.key is not None) and not self.together:
             raise PlanError(f"rule {self.name}: follow= and key= are for rules with together=True")
+        if isinstance(self.follow, str):
+            raise PlanError(
+                f"rule {self.name}: follow= is a tuple of primitives, got {self.follow!r}"
+            )
+        if self.key is not None and not callable(self.key):
+            raise PlanError(
+                f"rule {self.name}: key= is a function of (graph, node), got {self.key!r}"
+            )
         made = tuple(
             Element(frozenset(c.rstrip("?*").split("|")), c.endswith(("?", "*")), c.endswith("*"))
             for c in self.chain

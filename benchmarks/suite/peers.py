@@ -428,8 +428,9 @@ def _quack(data: Data, recipe: str) -> Arm:
 
 PROVIDERS: tuple[Provider, ...] = (
     Provider("te_ops", _ours),
-    Provider("te_ops-graph", _ours_graph(), graph=True),
-    Provider("te_ops-graph-views", _ours_graph(copies=False), graph=True, extra=True),
+    # The graphs of the peers hand out their own memory too, which the next replay writes again.
+    Provider("te_ops-graph", _ours_graph(copies=False), graph=True),
+    Provider("te_ops-graph-copies", _ours_graph(), graph=True, extra=True),
     Provider("torch", _torch),
     Provider("torch-graph", _torch_graph, graph=True),
     Provider("compile", _compiled()),

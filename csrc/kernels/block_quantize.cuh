@@ -22,8 +22,8 @@ template <class S, class D> struct BlockArguments {
 // One tile of 16 * GROUPS rows: values are kept as D between the passes over them. Both halves of a pair are one tile;
 // PARK: the second waits in shared memory until the first is done, which takes fewer registers. FP32 halves are tiles
 // of their own, next to each other, so that the second finds its operands in L2. AHEAD: row groups that a thread brings
-// into L2 for a tile that runs a wave later.
-template <class S, class F, class D, class R, int ALIGNED, int GROUPS, int BATCH, int AHEAD, bool PARK,
+// into L2 for a tile that runs a wave later. PIECE: how the halves of a source's operands lie.
+template <class S, class F, class D, class R, int ALIGNED, int GROUPS, int BATCH, int AHEAD, auto PIECE, bool PARK,
           bool SQUARE, bool ROW, bool COL, bool DENSE, bool SUM>
 struct BlockTile {
   static constexpr bool split = S::outs == 2 && sizeof(D) == 4;
@@ -79,7 +79,7 @@ struct BlockTile {
 #pragma unroll
     for (int g = 0; g < AHEAD; ++g, row += 2) {
       renew(row);
-      if (there > 0 && row < a.rows) a.source.template load<PREFETCH, false>(none, row, later.col(), there);
+      if (there > 0 && row < a.rows) a.source.template load<PREFETCH, PIECE>(none, row, later.col(), there);
     }
   }
 
@@ -115,7 +115,7 @@ struct BlockTile {
 #pragma unroll
       for (int b = 0; b < BATCH; ++b, row += 2) {
         renew(row);  // addresses of all rows at once would spill
-        a.source.template load<ALIGNED, false>(regs[b], row, tile.col(), here(start + b));
+        a.source.template load<ALIGNED, PIECE>(regs[b], row, tile.col(), here(start + b));
       }
       if constexpr (AHEAD > 0)
         if (start + BATCH >= GROUPS) bring_ahead();
@@ -289,10 +289,10 @@ template <class Work> TE_DEVICE void quantize_half(Work& work) {
   }
 }
 
-template <class F, class R, int ALIGNED, int GROUPS, int BATCH, int AHEAD, bool PARK, bool SQUARE, bool ROW,
+template <class F, class R, int ALIGNED, int GROUPS, int BATCH, int AHEAD, auto PIECE, bool PARK, bool SQUARE, bool ROW,
           bool COL, bool DENSE, bool SUM, class S, class D>
 TE_DEVICE void block_quantize(const BlockArguments<S, D>& a) {
-  typedef BlockTile<S, F, D, R, ALIGNED, GROUPS, BATCH, AHEAD, PARK, SQUARE, ROW, COL, DENSE, SUM> Work;
+  typedef BlockTile<S, F, D, R, ALIGNED, GROUPS, BATCH, AHEAD, PIECE, PARK, SQUARE, ROW, COL, DENSE, SUM> Work;
   TE_SHARED typename Work::Shared shared;
   Work work(a, shared);
   work.load();

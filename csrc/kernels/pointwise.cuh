@@ -13,10 +13,14 @@ struct PairLayout {
   }
 };
 
-// A chunk of one half; SCATTERED where eight columns are not contiguous in memory.
-template <class T, int ALIGNED, bool SCATTERED>
+constexpr int IN_ONE_PIECE = 2;  // each half, known when compiled: addresses without a look at `block`
+
+// A chunk of one half; SCATTERED (1) where eight columns are not contiguous in memory.
+template <class T, int ALIGNED, int SCATTERED>
 TE_DEVICE void load_half(const T* p, const PairLayout& at, i64 row, i64 col, int half, int valid, Chunk<T>& c) {
-  if constexpr (SCATTERED) {
+  if constexpr (SCATTERED == IN_ONE_PIECE) {
+    load<T, ALIGNED>(p + (2 * row + half) * at.width + col, valid, c);
+  } else if constexpr (SCATTERED) {
     constexpr int per = 4 / sizeof(T);
 #pragma unroll
     for (int i = 0; i < Chunk<T>::words; ++i) c.w[i] = 0;

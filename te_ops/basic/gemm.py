@@ -148,7 +148,9 @@ class Linear(Op):
         super().__init__()
         refuse_others("Linear", others)
         dtype = _one_dtype(dtype, params_dtype)
-        self.accumulate_into_main_grad = bool(accumulate_into_main_grad or fuse_wgrad_accumulation)
+        adds = flag("Linear", "accumulate_into_main_grad", accumulate_into_main_grad)
+        also = flag("Linear", "fuse_wgrad_accumulation", fuse_wgrad_accumulation)
+        self.accumulate_into_main_grad = adds or also
         self.in_features = positive_int("Linear", "in_features", in_features)
         self.out_features = positive_int("Linear", "out_features", out_features)
         self.init_std = (

@@ -100,6 +100,7 @@ def _settings(options: argparse.Namespace) -> Any:
     for name in ("budget", "rounds"):
         if not getattr(options, name) > 0:
             raise Error(f"--{name} must be positive, got {getattr(options, name)}")
+    _places(options)
     named = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return runner.Settings(
         cases=tuple(options.cases),
@@ -112,6 +113,26 @@ def _settings(options: argparse.Namespace) -> Any:
         json=options.json,
         tune=options.tune,
     )
+
+
+def _places(options: argparse.Namespace) -> None:
+    """Make the folders of what will be written: a benchmark must not fail at its end.
+
+    Raises:
+        Error: a path is a folder, its folder cannot be made, or the picture is no PNG or SVG.
+    """
+    if options.plot and options.plot.suffix not in (".png", ".svg"):
+        raise Error(f"--plot {options.plot}: the name ends in .png or .svg")
+    for name in ("json", "plot"):
+        path: Path | None = getattr(options, name)
+        if path is None:
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Error(f"--{name} {path}: {error}") from error
+        if path.is_dir():
+            raise Error(f"--{name} {path} is a folder; name a file")
 
 
 def _peers(text: str | None) -> tuple[str, ...] | None:

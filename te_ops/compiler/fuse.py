@@ -7,14 +7,14 @@ acyclic.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations
 
 from te_ops.compiler.work import Group, Work, display
 from te_ops.errors import NoKernelError, PlanError
-from te_ops.graph import LEAVES, Node, Phase, Value
+from te_ops.graph import LEAVES, Graph, Node, Phase, Value
 from te_ops.registry import REGISTRY, Call, Kernel, Rule
 
 MAX_SIBLINGS = 6  # beyond, only all nodes that share an input are tried as one group
@@ -162,9 +162,9 @@ class _Matcher:
         """Later nodes of these kinds that have the node's key, or share an input with it."""
         g = self.work.g
         if rule.key is not None:
-            key = rule.key(g, node)
+            key = _key(rule, g, node)
             later = [] if key is None else self._later(node, g.nodes[node.id + 1 :], names)
-            yield [n for n in later if rule.key(g, n) == key][: MAX_KEYED - 1]
+            yield [n for n in later if _key(rule, g, n) == key][: MAX_KEYED - 1]
             return
         for value in dict.fromkeys(node.inputs):
             yield self._later(node, self.consumers.get(value, ()), names)
@@ -212,6 +212,17 @@ class _Matcher:
     def _readers(self, node: Node) -> Iterator[Node]:
         for i in range(len(self.work.g.specs[node.id])):
             yield from self.consumers.get(Value(node.id, i), ())
+
+
+def _key(rule: Rule, g: Graph, node: Node) -> Hashable | None:
+    assert rule.key is not None
+    try:
+        return rule.key(g, node)
+    except Exception as error:
+        raise PlanError(
+            f"rule {rule.name}: key= raised {type(error).__name__} for {node.prim.name} ({error}); it gives the same "
+            "value for nodes that belong together, and None for the others"
+        ) from error
 
 
 def _covers(group: tuple[Node, ...], required: list[frozenset[str]]) -> bool:

@@ -445,7 +445,13 @@ def capture(
     foreign = any(not isinstance(m, Op) and _own(m) for m in task.module.modules())
     with LOCK, marked(), untouched(task.module, device):
         with twinned(task) as twin, engine.apart(device):
+            versions = [x._version for x in twin.inputs]
             reads = rehearse(twin, warmup)
+            if versions != [x._version for x in twin.inputs]:
+                raise PlanError(
+                    f"{type(task.module).__name__} writes an input in place; a replay would write the graph's copy of "
+                    "it instead. Return the new value, or leave the module eager"
+                )
             if foreign:
                 with engine.strict():  # once more, since modules of others may wait for the device
                     rehearse(twin, 1)

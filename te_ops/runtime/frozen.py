@@ -201,6 +201,10 @@ def microbatch(op: Op, first: bool) -> Iterator[None]:
             f"{type(op).__name__}: is_first_microbatch= inside of a graphed module; give it to the graphed module, or "
             "call that in te.weights_frozen()"
         )
+    if not isinstance(first, bool):
+        raise PlanError(
+            f"{type(op).__name__}: is_first_microbatch must be True, False or None, got {first!r}"
+        )
     fields = op.__dict__
     if first:
         scope = fields[_MICROBATCHES] = FrozenWeights()

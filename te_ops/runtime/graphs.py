@@ -23,7 +23,7 @@ from torch.utils import _pytree
 from te_ops.compiler.passes import passes
 from te_ops.context import FROZEN, PLACE, RECORDING, Region, current
 from te_ops.errors import PlanError
-from te_ops.op import Epoch, Op
+from te_ops.op import Op
 from te_ops.registry import REGISTRY
 from te_ops.runtime import capture as cap
 from te_ops.runtime.cache import run_eagerly
@@ -175,7 +175,7 @@ class Graphs:
         if not xs or xs[0].device.type not in cap.ENGINES or _eager(self, xs):
             return None
         watched = self.watched
-        if watched is None or watched.epoch != Epoch.now:
+        if watched is None or watched.outdated():
             watched = self.watched = Watched(module, self.root_hooks)
         hook = watched.hooked()
         if hook is not None:
@@ -225,7 +225,9 @@ class Graphs:
         return (
             tuple(map(_values, xs)),
             tree,
-            () if tree is None else tuple([x for x in leaves if not isinstance(x, torch.Tensor)]),
+            ()
+            if tree is None
+            else tuple([_value(x) for x in leaves if not isinstance(x, torch.Tensor)]),
             watched.key(module),
             (frame.key, PLACE.get()) if frame is not None else None,
             torch.is_grad_enabled(),
@@ -324,6 +326,11 @@ class Graphs:
         if pair.bare:
             return outputs[0]
         return _pytree.tree_unflatten(list(outputs), pair.tree)
+
+
+def _value(x: Any) -> Any:
+    """A plain argument by type and bits, so that 1, True and 1.0, and both zeros, stay apart."""
+    return (type(x), x.hex() if isinstance(x, float) else x)
 
 
 _values = attrgetter("shape", "dtype", "device", "requires_grad")
@@ -427,6 +434,9 @@ class Graphed(nn.Module):
         self.__dict__["module"]._apply(fn, recurse)
         return self
 
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.__dict__["module"]._save_to_state_dict(*args, **kwargs)
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.__dict__["module"]._load_from_state_dict(*args, **kwargs)
 
@@ -477,6 +487,10 @@ def make_graphed(
     made = Graphed(module, Options(in_flight, limit, copies, warmup))
     if sample is not None:
         args = sample if isinstance(sample, tuple) else (sample,)
+        if not any(isinstance(x, torch.Tensor) for x in _pytree.tree_leaves(list(args))):
+            raise PlanError(
+                f"make_graphed: a sample needs a tensor, got {type(sample).__name__}; give one or a tuple of arguments"
+            )
         made.capture(*args)
     return made
 

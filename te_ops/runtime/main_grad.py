@@ -38,6 +38,8 @@ def dtype_of(parameter: torch.Tensor, where: str) -> torch.dtype:
         raise PlanError(
             f"{where}.main_grad is {found.dtype}; it must be FP32, BF16 or the parameter's dtype"
         )
+    if not found.is_contiguous() and torch._debug_has_internal_overlap(found) == 1:
+        raise PlanError(f"{where}.main_grad has elements that share memory (expand): {way_out}")
     if getattr(parameter, "overwrite_main_grad", False):
         raise PlanError(
             f"{where} has overwrite_main_grad set, but gradients are only added: zero main_grad "

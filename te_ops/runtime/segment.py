@@ -299,6 +299,10 @@ class BackwardRunner:
             (leaf.index, slot) for leaf, slot in made.bound.loads if leaf.kind == "grad"
         )
         self.others = runner.getters(made.bound.loads, runner.resolve, forward=False)
+        slots = {slot for leaf, slot in made.bound.loads if leaf.name.endswith(".main_grad")}
+        self.totals = tuple(
+            i for i, (_, slot) in enumerate(self.others, len(self.grads)) if slot in slots
+        )
         self.observed = tuple(
             (
                 state_finder(runner.resolve(use.path), use.state, use.config.amax_history_len),
@@ -318,11 +322,20 @@ class BackwardRunner:
         """Gradients of the differentiable leaves, None where none is needed."""
         given = [dys[index] for index, _ in self.grads]
         given += [get(call) for get, _ in self.others]
+        totals = [
+            given[i] for i in self.totals
+        ]  # main_grads; added to in a copy where they lie badly
+        for i in self.totals:
+            given[i] = entry(given[i])
+        used = [given[i] for i in self.totals]
         tape, done = self.recorded.tape if call.taped else None, None
         if tape is not None and tape.ready():
             done = self._replay(tape, layout, carriers, given)
         if done is None:
             done = self._launch(call, layout, carriers, [entry(x) for x in given])
+        for total, made in zip(totals, used, strict=True):
+            if made is not total:
+                total.copy_(made)
         results, cells = done
         if self.observed:
             self._observe(call, cells)

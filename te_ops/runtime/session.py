@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from te_ops.errors import PlanError
+from te_ops.op import Op
 from te_ops.registry import REGISTRY
 from te_ops.runtime import capture as cap
 from te_ops.runtime import frozen, graphs
@@ -31,10 +32,20 @@ def warmup(model: nn.Module, *samples: Any, passes: int = 3) -> None:
     `te.step()` is. A graphed model is captured for these samples too.
 
     Raises:
-        PlanError: no sample, or no tensor in one.
+        PlanError: no module, no sample, or no tensor in one; with gradients, an op that adds them to `main_grad`.
     """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"warmup takes a module, got a {type(model).__name__}")
+    if not isinstance(passes, int) or passes < 1:
+        raise PlanError(f"warmup: passes must be a positive number, got {passes!r}")
     if not samples:
         raise PlanError("warmup: give at least one sample (a tensor or a tuple of arguments)")
+    for path, op in model.named_modules():
+        if torch.is_grad_enabled() and isinstance(op, Op) and op.main_grads():
+            raise PlanError(
+                f"warmup: {path or type(op).__name__} adds gradients to main_grad, which its passes would write; warm "
+                "up under torch.no_grad(), or run a step"
+            )
     step()
     for sample in samples:
         args = sample if isinstance(sample, tuple) else (sample,)

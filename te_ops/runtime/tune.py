@@ -286,9 +286,13 @@ def tune(
 
     Raises:
         PlanError: called inside `te.autocast`, in a backward pass or while a CUDA graph is captured: choices may
-            change only between steps.
+            change only between steps. No module, or no rounds.
     """
     _refuse_here()
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"te.tune takes a module, got a {type(model).__name__}")
+    if not isinstance(rounds, int) or rounds < 1:
+        raise PlanError(f"te.tune: rounds must be a positive number, got {rounds!r}")
     trials = {(t.where, t.key): t for t in _problems(model, inputs, recipe)}
     places = {where for where, _ in trials}
     known = {where: dict(TABLE.load(where)) for where in sorted(places)}

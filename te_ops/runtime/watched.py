@@ -10,6 +10,7 @@ from torch import nn
 
 from te_ops.context import join_path
 from te_ops.op import GLOBAL_HOOKS, HOOKS, Epoch, Op, Scalar
+from te_ops.runtime.cache import _intern, _is_state
 from te_ops.runtime.state import DelayedState
 
 
@@ -24,6 +25,10 @@ class Watched:
         modules = list(module.named_modules())
         self.title = type(module).__name__
         self.others = [m for path, m in modules if path]
+        kept = [(path, m) for path, m in modules if not _is_state(path)]
+        self.structure = _intern(("graphed", tuple((path, type(m), _taken(m)) for path, m in kept)))
+        foreign = [m._modules for _, m in kept if not isinstance(m, Op)]
+        self.children = [(table, tuple(table.values())) for table in foreign]
         self.params = [
             (m._parameters, name)
             for _, m in modules
@@ -59,6 +64,10 @@ class Watched:
             if isinstance(value, Scalar)
         ]
 
+    def outdated(self) -> bool:
+        """Whether an op has announced a change, or a module of others has other children."""
+        return self.epoch != Epoch.now or any(tuple(t.values()) != c for t, c in self.children)
+
     def hooked(self) -> str | None:
         """Where a hook is, since a replay would not run it."""
         if any(GLOBAL_HOOKS):
@@ -86,9 +95,17 @@ class Watched:
             places = tuple(map(_place, held))
         return (
             places,
+            self.structure,
             (module.training, *map(_training, self.others)),
             tuple([s.value for s in self.scalars]),
         )
+
+
+def _taken(m: nn.Module) -> Any:
+    """What the forward of a module reads of its attributes: all that is plain, for modules of others."""
+    if isinstance(m, Op):
+        return m.config()
+    return tuple((k, v) for k, v in m.__dict__.items() if type(v) in (bool, int, float, str))
 
 
 _address = torch.Tensor.data_ptr

@@ -117,7 +117,6 @@ def test_a_missing_main_grad_is_named_at_the_first_forward() -> None:
     assert model[0].weight.grad is None
 
 
-def test_options_that_do_not_exist_are_refused() -> None:
-    for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
-        with pytest.raises(TypeError):
-            te.Linear(8, 8, **{option: True})  # type: ignore[arg-type]
+def test_an_option_that_does_not_exist_is_refused() -> None:
+    with pytest.raises((TypeError, te.Error), match="delay_wgrad_compute"):
+        te.Linear(8, 8, delay_wgrad_compute=True)  # type: ignore[call-arg]

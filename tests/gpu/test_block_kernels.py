@@ -9,7 +9,7 @@ from te_ops.backends.cublas.scaled import tile_scale, vector_scale
 from te_ops.backends.cuda import compile as compiler
 from te_ops.quantizers import Float8BlockQuantizer
 from tests.backends.cuda.cases import Case, check, drawer
-from tests.backends.cuda.cases_block import Decoded, dequantize_cases, nvfp4_cases
+from tests.backends.cuda.cases_block import Decoded, dequantize_cases, nvfp4_cases, sums_cases
 from tests.backends.cuda.test_block import quantized
 
 pytestmark = [
@@ -29,6 +29,13 @@ def arch() -> str:
 def test_nvfp4_has_the_bytes_of_the_reference(case: Case) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     for i, shape in enumerate(SHAPES):
+        assert check(case.make(drawer(i, device), shape), arch(), device) == [], shape
+
+
+@pytest.mark.parametrize("case", list(sums_cases()), ids=lambda case: case.name)
+def test_sums_beside_the_copies(case: Case) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    for i, shape in enumerate(((0, 300), (5, 7), (300, 140), (4097, 1000))):
         assert check(case.make(drawer(i, device), shape), arch(), device) == [], shape
 
 

@@ -283,3 +283,17 @@ def test_plans_pass_the_public_check(name, recipes) -> None:
             device="cuda",
             factor=2.5,  # fast sums of the forward pass add to a rounding to BF16
         )
+
+
+def test_a_main_grad_inside_a_flat_buffer_that_is_not_on_16_bytes() -> None:
+    ours = te.Linear(256, 512, bias=False, device=CUDA, dtype=BF16, accumulate_into_main_grad=True)
+    plain = te.Linear(256, 512, bias=False, device=CUDA, dtype=BF16)
+    plain.load_state_dict(ours.state_dict())
+    flat = torch.zeros(256 * 512 + 1, dtype=FP32, device=CUDA)
+    ours.weight.main_grad = flat[1:].view(512, 256)
+    for _ in range(5):  # launched, then recorded and issued again
+        x = torch.randn(384, 256, device=CUDA, dtype=BF16)
+        ours(x).sum().backward()
+        plain(x).sum().backward()
+    assert _error(ours.weight.main_grad, plain.weight.grad.double()) < 2e-2
+    assert not flat[0]

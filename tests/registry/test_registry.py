@@ -45,6 +45,28 @@ def test_a_chain_needs_something(chain: tuple[str, ...]) -> None:
         Rule("r", chain)
 
 
+def test_wrong_words_of_a_rule_together() -> None:
+    with pytest.raises(
+        PlanError, match=r"rule r: follow= is a tuple of primitives, got 'quantize'"
+    ):
+        Rule("r", ("a",), together=True, follow="quantize")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"rule r: key= is a function of \(graph, node\), got 3"):
+        Rule("r", ("a", "a"), together=True, key=3)  # type: ignore[arg-type]
+
+
+def test_an_error_in_a_key_names_the_rule() -> None:
+    def key(g: Any, node: Any) -> Any:
+        raise ValueError("boom")
+
+    with REGISTRY.temporary():
+        REGISTRY.add(Rule("keyed", ("gemm", "gemm"), together=True, key=key))
+        with pytest.raises(
+            PlanError, match=r"rule keyed: key= raised ValueError for gemm \(boom\)"
+        ):
+            te.Linear(8, 8)(torch.randn(2, 8))
+    te.Linear(8, 8)(torch.randn(2, 8))
+
+
 def test_built_in_rules_name_primitives_that_exist() -> None:
     for rule in te.fused.RULES:
         for element in rule.elements:

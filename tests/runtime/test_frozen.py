@@ -113,6 +113,8 @@ def test_is_first_microbatch(counted: Counted, name: str) -> None:
     recipe = RECIPES[name]
     with pytest.raises(te.PlanError, match="Sequential: is_first_microbatch=False comes without"):
         model(data(), is_first_microbatch=False)
+    with pytest.raises(te.PlanError, match="must be True, False or None, got 1"):
+        model(data(), is_first_microbatch=1)  # type: ignore[arg-type]
     for _ in range(2):
         before = counted.count
         with te.autocast(recipe=recipe):

@@ -95,6 +95,27 @@ def test_products_of_bf16_weights_are_not_rounded_before() -> None:
     assert exact
 
 
+@pytest.mark.parametrize("kind", ["transposed", "columns", "offset"])
+def test_main_grads_that_do_not_lie_as_kernels_want(kind: str) -> None:
+    model, (n, k) = te.Sequential(te.Linear(32, 48, accumulate_into_main_grad=True)), (48, 32)
+    plain = te.Sequential(te.Linear(32, 48))
+    plain.load_state_dict(model.state_dict())
+    flat = torch.ones(2 * n * k)
+    total = {
+        "transposed": flat[: n * k].view(k, n).t(),
+        "columns": flat.view(n, 2 * k)[:, :k],
+        "offset": flat[1 : n * k + 1].view(n, k),
+    }[kind]
+    model[0].weight.main_grad = total
+    x = torch.randn(16, 32)
+    for m in (model, plain):
+        for scale in (1.0, 2.0):
+            m(x * scale).square().sum().backward()
+    torch.testing.assert_close(total, plain[0].weight.grad + 1)
+    assert model[0].weight.main_grad is total
+    assert int((flat == 1).sum()) == n * k  # what lies beside it is as it was
+
+
 def test_a_bf16_main_grad() -> None:
     ours, theirs = give(mlp(BF16), BF16), mlp(BF16, fused=False)
     step(ours, RECIPES["current"], dtype=BF16)
@@ -300,6 +321,7 @@ def test_missing_at_the_first_forward() -> None:
         (torch.zeros(3, 3), "is \\(3, 3\\) on cpu"),
         (torch.zeros(64, 32, dtype=torch.float16), "must be FP32, BF16"),
         (torch.zeros(64, 32, device="meta"), "on meta"),
+        (torch.zeros(1, 32).expand(64, 32), "elements that share memory"),
     ],
 )
 def test_one_that_does_not_fit(wrong: torch.Tensor, match: str) -> None:

@@ -100,3 +100,18 @@ def test_free_workspaces_calls_every_backend_and_can_be_called_again() -> None:
     y = model(x)
     te.free_workspaces()
     assert torch.equal(model(x), y)
+
+
+def test_warmup_refuses_what_it_cannot_do() -> None:
+    x = torch.randn(4, 32)
+    with pytest.raises(te.PlanError, match="takes a module, got a str"):
+        te.warmup("model", x)  # type: ignore[arg-type]
+    with pytest.raises(te.PlanError, match="passes must be a positive number, got 0"):
+        te.warmup(mlp(), x, passes=0)
+    model = te.Sequential(te.Linear(32, 32, accumulate_into_main_grad=True))
+    model[0].weight.main_grad = torch.zeros(32, 32)
+    with pytest.raises(te.PlanError, match=r"warmup: 0 adds gradients to main_grad"):
+        te.warmup(model, x)
+    with torch.no_grad():
+        te.warmup(model, x)
+    assert not model[0].weight.main_grad.any()

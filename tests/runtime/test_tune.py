@@ -238,6 +238,13 @@ def test_looking_makes_no_folder(folder: Path) -> None:
 # -- when
 
 
+def test_wrong_arguments() -> None:
+    with pytest.raises(te.PlanError, match=r"te\.tune takes a module, got a str"):
+        te.tune("model", x())  # type: ignore[arg-type]
+    with pytest.raises(te.PlanError, match="rounds must be a positive number, got 0"):
+        te.tune(model(), x(), rounds=0)
+
+
 def test_only_between_steps() -> None:
     m, given = model(), x()
     with (

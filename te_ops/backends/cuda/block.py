@@ -58,7 +58,9 @@ def shape_of(source: Source, quantizer: Quantizer, wanted: Wanted, arch: str) ->
     if isinstance(quantizer, MXFP8Quantizer):
         groups = 4 if source.outs == 2 or wide or not aligned else 8
         batch = min(groups, 4 if source.computes else 8)
-        return Shape(groups, 2 if not aligned or (wanted.dense and groups == 8) else batch, 2)
+        tight = not aligned or (wanted.dense and groups == 8)
+        ahead = 4 if arch == "sm_90" and source.computes and groups == 8 else 0
+        return Shape(groups, 2 if tight else batch, 2, ahead if source.in_bytes == 4 else 0)
     groups = 8 if wanted.col or _square(quantizer) else 4  # a column block, a tile: 128 rows
     generation = int(arch.removeprefix("sm_"))
     if source.outs == 2 and not wide:
@@ -85,11 +87,13 @@ def _pair_shape(groups: int, wanted: Wanted, generation: int, aligned: bool) -> 
 def _computed_shape(groups: int, wanted: Wanted, generation: int, source: Source) -> Shape:
     """One output of a function; `ahead` where it was measured."""
     batch = 4 if source.aligned else 2
+    if generation == 90:
+        reads = source.in_bytes == 4 and source.aligned and not _wide(wanted)
+        ahead = 4 if wanted.sums else groups
+        return Shape(groups, batch, 2, ahead if reads else 0)
     if wanted.sums is not None:
-        return Shape(groups, batch if generation == 90 else 1, 1 if generation > 90 else 2)
-    three = generation >= 89 and source.in_bytes == 4 and source.aligned and not _wide(wanted)
-    ahead = 4 if three and generation == 90 else 0
-    return Shape(groups, batch, 3 if three else 2, ahead)
+        return Shape(groups, 1, 1 if generation > 90 else 2)
+    return Shape(groups, batch, 2)
 
 
 def _wide(wanted: Wanted) -> bool:
@@ -244,9 +248,12 @@ def _block_kernel(
     source: Source, quantizer: Any, wanted: Wanted, arch: str, cut: Shape
 ) -> launch.Function:
     kept = CTYPES[wanted.rounds or torch.float32]
+    # With two outputs the registers that addresses take decide: there the check of the interleave is cheaper.
+    whole = source.outs == 1 and source.computes and 0 < source.block == source.width
+    piece = "te::IN_ONE_PIECE" if whole else False
     numbers = template(
         FORMATS[quantizer.dtype], "Rule", source.aligned, cut.groups, cut.batch,
-        cut.ahead, cut.park,
+        cut.ahead, piece, cut.park,
         _square(quantizer), wanted.row, wanted.col, wanted.dense is not None, wanted.sums is not None,
     )  # fmt: skip
     head = (

@@ -234,7 +234,7 @@ class _Struct:
             "  template <int ALIGNED>\n"
             "  TE_DEVICE void load_cols(Cols& c, te::i64 col, int valid) const {\n"
             f"{load_cols}  }}\n"
-            "  template <int ALIGNED, bool SCATTERED>\n"
+            "  template <int ALIGNED, int SCATTERED>\n"
             "  TE_DEVICE void load(Regs& r, te::i64 row, te::i64 col, int valid) const {\n"
             f"{load}  }}\n"
             f"  TE_DEVICE void eval(const Cols& c, const Regs& r, float (&y)[{outs}][8]) const {{\n"
