@@ -6,8 +6,8 @@
 The kernels are those that the plans of the benchmark's pipelines ask for, and those of every test case at a width that
 training has. What NVRTC's assembler says is read from its log; registers, stack frame and shared memory also from the
 machine code, so that a compiler that says nothing hides nothing: without a stack frame there are no spills. Exits with
-1 if a kernel does not compile or has a stack frame, or if no name holds `--only`. Results are cached beside the kernels (`TE_OPS_CUDA_CACHE`), by
-text and version.
+1 if a kernel does not compile or has a stack frame, or if no name holds `--only`. Results are cached beside the
+kernels (`TE_OPS_CUDA_CACHE`), by text and version.
 """
 
 from __future__ import annotations

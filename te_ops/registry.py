@@ -190,7 +190,13 @@ class Kernel:
 
     def reason(self, call: Call) -> str | None:
         """None if the kernel takes the call."""
-        return self.arch.refuse(call.arch) or self.available() or self.refuse(call)
+        found = self.arch.refuse(call.arch) or self.available()
+        found = found or self.refuse(call)
+        if not isinstance(found, str | None):
+            raise PlanError(
+                f"kernel {self.name}: refuse(call) gives None or the reason in words, got {found!r}"
+            )
+        return found
 
 
 class Registry:
@@ -348,12 +354,14 @@ def kernel(
     layouts: OperandLayouts = OperandLayouts(),
     refuse: Callable[[Call], str | None] = _accept,
     available: Callable[[], str | None] = lambda: None,
+    recorded: bool = False,
     replace: bool = False,
 ) -> Callable[[Callable[[Call], Launch]], Kernel]:
     """Register a kernel; the decorated function is its `bind(call) -> launch`."""
 
     def register(bind: Callable[[Call], Launch]) -> Kernel:
-        made = Kernel(runs, name, bind, ArchRange(arch), priority, layouts, refuse, available)
+        where = ArchRange(arch)
+        made = Kernel(runs, name, bind, where, priority, layouts, refuse, available, recorded)
         REGISTRY.add(made, replace=replace)
         return made
 

@@ -59,13 +59,20 @@ class Bound:
             made = type(error)(f"{where}: {error}")
             made.located = True  # type: ignore[attr-defined]
             raise made from error
+        except Exception as error:  # of a kernel: it stays what it is
+            error.add_note(f"te_ops ran {title}.{self.paths[order[done]]}".rstrip("."))
+            raise
 
 
 def launch_of(group: Group) -> Any:
     """The group's launch, bound once."""
     if group.launch is None:
         assert group.call is not None
-        group.launch = group.kernel.bind(group.call)
+        try:
+            group.launch = group.kernel.bind(group.call)
+        except Exception as error:
+            error.add_note(f"te_ops bound the kernel {group.kernel.name}")
+            raise
     return group.launch
 
 

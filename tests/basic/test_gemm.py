@@ -122,6 +122,9 @@ def test_wrong_features_name_the_op_the_value_and_the_rule() -> None:
     for bad in ((0, 4), (4, 0), (-1, 4)):
         with pytest.raises(te.PlanError, match="must be at least 1"):
             te.Linear(*bad)
+    for option in ("accumulate_into_main_grad", "fuse_wgrad_accumulation"):
+        with pytest.raises(te.PlanError, match=f"Linear: {option} must be True or False, got 'no'"):
+            te.Linear(4, 4, **{option: "no"})  # type: ignore[arg-type]
 
 
 def test_specs_are_inferred_without_tensors() -> None:

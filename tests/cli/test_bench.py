@@ -39,6 +39,9 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["mlp", "--budget", "0"], "--budget must be positive, got 0"),
         (["mlp", "--rounds", "-1"], "--rounds must be positive"),
         (["mlp", "--device", "abacus"], "--device abacus"),
+        (["mlp", "--json", "."], "--json . is a folder; name a file"),
+        (["mlp", "--json", f"{__file__}/f.json"], "--json"),
+        (["mlp", "--plot", "times.txt"], "--plot times.txt: the name ends in .png or .svg"),
     ],
 )
 def test_mistakes(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -335,3 +335,31 @@ def test_kernels_wait_for_their_device_and_outlive_a_temporary() -> None:
     with registry.without("late."):
         assert registry.kernels("gemm") == []
     assert registry.find("late.gemm") is mine
+
+
+def test_a_kernel_that_is_wrong_is_named() -> None:
+    def broken(*_: Any) -> Any:
+        raise ValueError("boom")
+
+    def made(name: str, refuse: Any, bind: Any) -> Kernel:
+        return te.registry.kernel(
+            "gemm", name=name, arch="cpu", priority=500, refuse=refuse, recorded=True
+        )(bind)
+
+    x, model = torch.randn(2, 8), te.Sequential(te.Linear(8, 8))
+    with REGISTRY.temporary():
+        assert made("says.no", lambda _: False, bind).recorded
+        with pytest.raises(
+            PlanError, match=r"kernel says\.no: refuse\(call\) gives None or .* got False"
+        ):
+            model(x)
+    with REGISTRY.temporary():
+        made("binds.not", lambda _: None, broken)
+        with pytest.raises(ValueError, match="boom") as caught:
+            model(x)
+        assert caught.value.__notes__ == ["te_ops bound the kernel binds.not"]
+    with REGISTRY.temporary():
+        made("runs.not", lambda _: None, lambda _: broken)
+        with pytest.raises(ValueError, match="boom") as caught:
+            model(x)
+        assert caught.value.__notes__ == ["te_ops ran Sequential.0"]
