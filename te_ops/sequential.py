@@ -22,6 +22,7 @@ class Sequential(Op):
 
     `cuda_graph=True` replays whole forwards and backwards as CUDA graphs where the device has them, one for each
     signature from its second call on (`te.make_graphed` says what that is); inside another pipeline it has no effect.
+    Slices keep it, and a sum has that of its left side.
     """
 
     num_inputs = None
@@ -96,7 +97,8 @@ class Sequential(Op):
         if isinstance(index, str):
             return self._modules[index]
         if isinstance(index, slice):
-            return Sequential(dict(list(self._modules.items())[index]))  # type: ignore[arg-type]
+            chosen: Any = dict(list(self._modules.items())[index])
+            return Sequential(chosen, cuda_graph=self.cuda_graph)
         return self._modules[self._name_at(index)]
 
     def __setitem__(self, index: int | str, module: nn.Module) -> None:
@@ -135,7 +137,7 @@ class Sequential(Op):
         return module
 
     def __add__(self, other: Sequential) -> Sequential:
-        return Sequential(*self, *other)
+        return Sequential(*self, *other, cuda_graph=self.cuda_graph)
 
     def __iadd__(self, other: Sequential) -> Sequential:
         return self.extend(other)

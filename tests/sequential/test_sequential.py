@@ -318,3 +318,12 @@ def test_torch_containers_may_hold_pipelines() -> None:
     model = nn.Sequential(te.Sequential(te.Linear(8, 8)), nn.ReLU(), te.GELU())
     model(X).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_slices_and_sums_keep_the_wish_for_graphs() -> None:
+    graphed = te.Sequential(te.GELU(), te.SiLU(), cuda_graph=True)
+    plain = te.Sequential(te.GELU())
+    assert graphed[:1].cuda_graph
+    assert (graphed + plain).cuda_graph
+    assert not (plain + graphed).cuda_graph
+    assert not plain[:1].cuda_graph
