@@ -31,7 +31,6 @@ TE_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
 TE_DEVICE float sub(float a, float b) { return __fsub_rn(a, b); }
 TE_DEVICE float div(float a, float b) { return __fdiv_rn(a, b); }
 TE_DEVICE int nearest_int(float a) { return __float2int_rn(a); }
-TE_DEVICE float sqrt_rn(float a) { return __fsqrt_rn(a); }
 TE_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 TE_DEVICE float inverse_sqrt(float a) { return rsqrtf(a); }  // within 2 units of the last place
 

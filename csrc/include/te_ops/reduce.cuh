@@ -10,11 +10,6 @@ template <int LANES> TE_DEVICE float lane_sum(float x) {
   for (int mask = LANES / 2; mask > 0; mask /= 2) x = add(x, exchange(x, mask));
   return x;
 }
-template <int LANES> TE_DEVICE float lane_max(float x) {
-#pragma unroll
-  for (int mask = LANES / 2; mask > 0; mask /= 2) x = max_abs(x, exchange(x, mask));
-  return x;
-}
 
 // Sums over groups of GROUP adjacent threads of a block of THREADS; every thread calls it.
 template <int GROUP, int THREADS> TE_DEVICE float group_sum(float x) {

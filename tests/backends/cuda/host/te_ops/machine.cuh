@@ -115,7 +115,6 @@ inline float add(float a, float b) { return a + b; }
 inline float sub(float a, float b) { return a - b; }
 inline float div(float a, float b) { return a / b; }
 inline int nearest_int(float a) { return (int)std::nearbyint(a); }
-inline float sqrt_rn(float a) { return std::sqrt(a); }
 inline float fma(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline float inverse_sqrt(float a) { return 1.0f / std::sqrt(a); }
 inline float add_down(float a, float b) {  // for a position in E2M1 and 1.5 * 2^23
