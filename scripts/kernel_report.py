@@ -106,7 +106,7 @@ def _add_plans(arch: str, found: dict[str, str]) -> None:
             for case in data.CASES:
                 for recipe in data.RECIPES:
                     model = te.Sequential(*peers.modules(case.layers, torch.device("meta")))
-                    _plan(model, peers.te_recipe(recipe), ((case.rows, case.width),))
+                    _plan(model, peers.te_recipe(recipe), ((*case.shape, case.width),))
             for stream in data.STREAMS:
                 model, shapes = streams.pipeline(stream, torch.device("meta"))
                 _plan(model, streams.recipe_of(stream), shapes)

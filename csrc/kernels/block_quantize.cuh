@@ -152,7 +152,7 @@ struct BlockTile {
 #pragma unroll
       for (int i = 0; i < Maxima::held; ++i) {
         scale[i] = R::scale(scale[i]);
-        const int row = tile.local_row(Maxima::row(tile.chunk, i));
+        const int row = tile.local_row(Maxima::item(tile.chunk, i));
         if (tile.chunk < Maxima::owners && row < rows_here)
           a.row_scale[block_col(o) * a.rows + tile.top + row] = div(1.0f, scale[i]);
       }

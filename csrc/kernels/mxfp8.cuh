@@ -49,9 +49,10 @@ template <int ACROSS> struct MxPlace {
   TE_DEVICE int here(int i) const { return local_row(i) < rows_here ? valid : 0; }
 };
 
-// AHEAD: rows that a thread brings into L2 for a tile that runs a wave later.
-template <class S, class F, class D, int ALIGNED, int ACROSS, int BATCH, int AHEAD, bool SQUARE, bool ROW, bool COL,
-          bool DENSE>
+// AHEAD: rows that a thread brings into L2 for a tile that runs a wave later. PIECE: how the halves of a source's
+// operands lie.
+template <class S, class F, class D, int ALIGNED, int ACROSS, int BATCH, int AHEAD, auto PIECE, bool SQUARE, bool ROW,
+          bool COL, bool DENSE>
 struct MxTile {
   typedef MxPlace<ACROSS> Place;
   typedef MxArguments<S, D> Arguments;
@@ -102,7 +103,7 @@ struct MxTile {
       renew(row);  // addresses of all rows at once would spill
 #pragma unroll
       for (int b = 0; b < BATCH; ++b)
-        a.source.template load<ALIGNED, false>(regs[b], row + (start + b) * DOWN, left, here(start + b));
+        a.source.template load<ALIGNED, PIECE>(regs[b], row + (start + b) * DOWN, left, here(start + b));
       if constexpr (AHEAD > 0)
         if (start + BATCH >= ROWS) bring_ahead();
 #pragma unroll
@@ -118,7 +119,7 @@ struct MxTile {
     for (int i = 0; i < AHEAD; ++i, row += DOWN) {
       renew(row);
       if (lane % 4 == 0 && later.valid > 0 && row < a.rows)
-        a.source.template load<PREFETCH, false>(none, row, later.left, later.valid);
+        a.source.template load<PREFETCH, PIECE>(none, row, later.left, later.valid);
     }
   }
 
@@ -133,7 +134,7 @@ struct MxTile {
     for (int i = 0; i < Maxima::held; ++i) {
       const u32 code = e8m0_of<F>(scale[i]);
       scale[i] = e8m0_encode(code);
-      const int row = local_row(Maxima::row(lane % 4, i));
+      const int row = local_row(Maxima::item(lane % 4, i));
       if (lane % 4 < Maxima::owners && row < rows_here && left - lane % 4 * 8 < a.width)
         a.row_scale[(top + row) * ((total + 31) / 32) + col(o) / 32] = (u8)code;
     }
@@ -150,25 +151,27 @@ struct MxTile {
   }
 
   TE_DEVICE void columns(int o) {
-    Chunk<u8> codes;
-    float scale[8];
-    constexpr int per = Magnitude<D>::per_word;
+    typedef Dealt<D, Chunk<D>::words, DOWN, ACROSS> Maxima;
+    const int down = lane / ACROSS;
+    u32 most[Chunk<D>::words];
 #pragma unroll
     for (int w = 0; w < Chunk<D>::words; ++w) {
-      u32 most = 0;
+      most[w] = 0;
 #pragma unroll
-      for (int i = 0; i < ROWS; ++i) most = Magnitude<D>::most(most, kept[o][i].w[w]);
-#pragma unroll
-      for (int mask = ACROSS; mask < 32; mask *= 2) most = Magnitude<D>::most(most, exchange(most, mask));
-#pragma unroll
-      for (int h = 0; h < per; ++h) {
-        const int i = per * w + h;
-        const u32 code = e8m0_of<F>(Magnitude<D>::value(most, h));
-        scale[i] = e8m0_encode(code);
-        codes.w[i / 4] = (i % 4 == 0 ? 0u : codes.w[i / 4]) | code << (8 * (i % 4));
-      }
+      for (int i = 0; i < ROWS; ++i) most[w] = Magnitude<D>::most(most[w], kept[o][i].w[w]);
     }
-    if (lane < ACROSS) store<u8, ALIGNED>(a.col_scale + top / 32 * total + col(o), valid, codes);
+    float own[Maxima::held], scale[8];
+    Maxima::reduce(most, down, own);
+    u8* to_scale = a.col_scale + top / 32 * total + col(o);
+#pragma unroll
+    for (int i = 0; i < Maxima::held; ++i) {
+      const u32 code = e8m0_of<F>(own[i]);
+      own[i] = e8m0_encode(code);
+      const int column = Maxima::item(down, i);
+      if (down < Maxima::owners && column < valid) to_scale[column] = (u8)code;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) scale[i] = from_lane(own[Maxima::place(i)], Maxima::owner(i) * ACROSS + lane % ACROSS);
     u8* to = a.col + first(o);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -229,10 +232,10 @@ template <class Work> TE_DEVICE void quantize_warp(Work& tile) {
   }
 }
 
-template <class S, class F, class D, int ALIGNED, int ACROSS, int BATCH, int AHEAD, bool SQUARE, bool ROW, bool COL,
-          bool DENSE>
+template <class S, class F, class D, int ALIGNED, int ACROSS, int BATCH, int AHEAD, auto PIECE, bool SQUARE, bool ROW,
+          bool COL, bool DENSE>
 TE_DEVICE void mxfp8(const MxArguments<S, D>& a) {
-  typedef MxTile<S, F, D, ALIGNED, ACROSS, BATCH, AHEAD, SQUARE, ROW, COL, DENSE> Work;
+  typedef MxTile<S, F, D, ALIGNED, ACROSS, BATCH, AHEAD, PIECE, SQUARE, ROW, COL, DENSE> Work;
   Work tile(a, (u32)block() * (TILE_THREADS / 32) + thread() / 32);
   if (tile.top < a.rows) quantize_warp(tile);  // a whole warp
 }

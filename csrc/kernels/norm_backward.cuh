@@ -12,7 +12,7 @@ template <class T, class U, class G, bool OTHER> struct NormBackwardArguments {
   const float* rstd;
   const float* mean;
   T* dx;
-  float* partial;  // [blocks, SUMS * width]: of gamma, then of beta
+  float* partial;  // [clusters, SUMS * width]: of gamma, then of beta
   i64 rows, width;
 };
 
@@ -26,22 +26,68 @@ TE_DEVICE void backward_terms(const Chunk<U>& dy, const Chunk<T>& x, float mean,
   for (int i = 0; i < 8; ++i) xhat[i] = mul(CENTERED ? sub(xhat[i], mean) : xhat[i], rstd);
 }
 
+// Sums of N numbers over the parts of a row that the blocks of a cluster have, given the block's own: every group of
+// GROUP threads sends its row's to all blocks, where a mailbox counts what arrives.
+template <int CLUSTER, int GROUP, int ROWS, int N> struct ClusterSums {
+  static constexpr int mail = CLUSTER * ROWS * N * 4;
+  static constexpr int bytes = CLUSTER > 1 ? 2 * mail + 16 : 0;
+  static_assert(CLUSTER == 1 || GROUP >= CLUSTER, "a thread for each block");
+  float* const sums;  // [2, CLUSTER, ROWS, N]
+  u64* const boxes;   // [2]
+  int turn = 0;       // bit 0 the buffer, bit 1 its round modulo 2
+
+  TE_DEVICE explicit ClusterSums(u8* from) : sums((float*)from), boxes((u64*)(from + 2 * mail)) {
+    if constexpr (CLUSTER > 1) {
+      if (thread() < 2) {
+        open_mailbox(boxes + thread());
+        expect(boxes + thread(), mail);
+      }
+      mailboxes_opened();
+    }
+  }
+  TE_DEVICE void opened() const {
+    if constexpr (CLUSTER > 1) wait_for_mailboxes();
+  }
+  TE_DEVICE void add_up(float (&x)[N]) {
+    if constexpr (CLUSTER > 1) {
+      const int place = thread() % GROUP, row = thread() / GROUP;
+      float* buffer = sums + turn % 2 * (CLUSTER * ROWS * N);
+      u64* box = boxes + turn % 2;
+      if (place < CLUSTER)
+#pragma unroll
+        for (int n = 0; n < N; ++n) send_to(place, buffer + (cluster_rank() * ROWS + row) * N + n, box, x[n]);
+      wait_for_mail(box, turn / 2);
+      if (thread() == 0) expect(box, mail);  // again, in the round after next
+      turn = (turn + 1) % 4;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        x[n] = buffer[row * N + n];
+#pragma unroll
+        for (int k = 1; k < CLUSTER; ++k) x[n] = add(x[n], buffer[(k * ROWS + row) * N + n]);
+      }
+    }
+  }
+};
+
 // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gain; without mean(g) for RMSNorm. SUMS: 0, 1 (gamma) or
-// 2 (and beta).
+// 2 (and beta). The blocks of a cluster share rows: each has GROUP * CHUNKS chunks of them, so a block sees more rows
+// and fewer sums of blocks are written. HELD: bytes of dynamic shared memory before the cluster's.
 template <class T, class U, class G, int ALIGNED, bool CENTERED, bool ZERO_CENTERED, bool OTHER, int SUMS, int GROUP,
-          int CHUNKS, int THREADS, int STAGES>
+          int CHUNKS, int THREADS, int STAGES, int CLUSTER, int HELD>
 TE_DEVICE void norm_backward(const NormBackwardArguments<T, U, G, OTHER>& a) {
   typedef Incoming<T, U, OTHER> S;
   typedef Feed<S, CHUNKS, THREADS, STAGES> F;
   constexpr int ROWS = THREADS / GROUP;
   constexpr int HAVE = SUMS > 0 ? SUMS : 1;
-  const i64 stride = blocks() * ROWS;
+  const i64 stride = blocks() / CLUSTER * ROWS;
   const int place = thread() % GROUP, sub_row = thread() / GROUP, width = (int)a.width;
-  i64 row = block() * ROWS + sub_row;
+  const int left = CLUSTER > 1 ? cluster_rank() * (8 * GROUP * CHUNKS) : 0;  // first column of this block
+  i64 row = block() / CLUSTER * ROWS + sub_row;
   int turn = 0, stage = 0;
   const Weights<G, ALIGNED, CHUNKS, THREADS, 1, (STAGES > 0)> weights = {{a.gamma}, dynamic_shared() + F::bytes};
+  ClusterSums<CLUSTER, GROUP, ROWS, 1 + CENTERED> across(dynamic_shared() + HELD);
   float sums[HAVE][CHUNKS][8];
-  auto col = [&](int c) { return 8 * (c * GROUP + place); };
+  auto col = [&](int c) { return left + 8 * (c * GROUP + place); };
   auto valid = [&](int c) { return columns_left(width, col(c)); };
   auto issue = [&](i64 r, int s, int c) {
     F::issue(a.in, s, c, r * a.width + col(c), r < a.rows && col(c) < width);
@@ -73,7 +119,8 @@ TE_DEVICE void norm_backward(const NormBackwardArguments<T, U, G, OTHER>& a) {
   const float share = div(1.0f, (float)a.width);
   float next_rstd = row < a.rows ? a.rstd[row] : 0.0f;
   float next_mean = CENTERED && row < a.rows ? a.mean[row] : 0.0f;
-  for (i64 first = block() * ROWS; first < a.rows; first += stride, row += stride) {
+  across.opened();
+  for (i64 first = block() / CLUSTER * ROWS; first < a.rows; first += stride, row += stride) {
     const bool exists = row < a.rows;
     const float rstd = next_rstd, mean = next_mean;
     typename S::Regs held[STAGES > 0 ? 1 : CHUNKS];
@@ -109,6 +156,7 @@ TE_DEVICE void norm_backward(const NormBackwardArguments<T, U, G, OTHER>& a) {
       if constexpr (CENTERED) along[CENTERED] = add(along[CENTERED], sum_of(g));
     }
     group_sums<GROUP, THREADS>(along, turn);
+    across.add_up(along);
     const float slope = mul(along[0], share), level = CENTERED ? mul(along[CENTERED], share) : 0.0f;
     i64 later = row + STAGES * stride;
     forget(later);
@@ -139,7 +187,7 @@ TE_DEVICE void norm_backward(const NormBackwardArguments<T, U, G, OTHER>& a) {
   }
   if constexpr (SUMS > 0) {
     wait_copies<0>();
-    float* mine = a.partial + block() * SUMS * a.width;
+    float* mine = a.partial + block() / CLUSTER * SUMS * a.width;
     float* shared = (float*)dynamic_shared();  // [ROWS, GROUP * CHUNKS * 8], behind the last row's copies
 #pragma unroll
     for (int n = 0; n < SUMS; ++n) {
@@ -150,10 +198,12 @@ TE_DEVICE void norm_backward(const NormBackwardArguments<T, U, G, OTHER>& a) {
 #pragma unroll
           for (int i = 0; i < 8; ++i) shared[(sub_row * CHUNKS + c) * GROUP * 8 + 8 * place + i] = sums[n][c][i];
         barrier();
-        for (i64 k = thread(); k < a.width; k += THREADS) {
+        constexpr int part = 8 * GROUP * CHUNKS;
+        const i64 have = CLUSTER == 1 || a.width - left < part ? a.width - left : part;
+        for (i64 k = thread(); k < have; k += THREADS) {
           float total = shared[k];
           for (int r = 1; r < ROWS; ++r) total = add(total, shared[r * CHUNKS * GROUP * 8 + k]);
-          mine[n * a.width + k] = total;
+          mine[n * a.width + left + k] = total;
         }
       } else {
 #pragma unroll

@@ -47,14 +47,6 @@ template <int GROUPS> struct Tile {
   }
 };
 
-// How many of a thread's rows are loaded before the first is used: as many as 32 registers hold, or 24 where the
-// source computes and needs registers of its own; two where elements are loaded one by one.
-template <class S, int ALIGNED> constexpr int in_flight(int groups) {
-  int count = ALIGNED == ANYWHERE ? 2 : groups;
-  while (count > 2 && count * (int)sizeof(typename S::Regs) > (S::computes ? 96 : 128)) count /= 2;
-  return count;
-}
-
 // FP8 codes of a tile in shared memory, to be read by columns. Words are XOR-swizzled by the block of sixteen rows,
 // so that neither side has bank conflicts.
 template <int GROUPS> struct Codes {

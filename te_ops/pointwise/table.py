@@ -118,7 +118,9 @@ def _softplus(x: Expr) -> Expr:
 
 
 def _silu_partials(x: Expr, y: Expr) -> tuple[Expr]:
-    return (call("sigmoid", x) * (1.0 + x * call("sigmoid", -x)),)
+    # 1 - s(x), not s(-x): beside the 1 it need not be exact where it is small, and it takes no second exponential.
+    slope = call("sigmoid", x)
+    return (slope * (1.0 + x * (1.0 - slope)),)
 
 
 def _tanh_partials(x: Expr, y: Expr) -> tuple[Expr]:

@@ -276,9 +276,29 @@ def test_each_node_is_written_once() -> None:
 
 
 def test_a_gated_gradient_shares_its_parts() -> None:
-    """One sigmoid each of x and -x for both halves of the gradient."""
+    """One sigmoid for both halves of the gradient."""
     text = lower(activations["swiglu"]().grad(0), "cuda")
-    assert text.count("te_sigmoid") == 2
+    assert text.count("te_sigmoid") == 1
+
+
+@pytest.mark.parametrize("factors", [(1.0, -1.0), (2.0, -2.0), (-0.5, 0.5)])
+def test_sigmoids_of_opposites_share_their_exponential(
+    factors: tuple[float, float],
+) -> None:
+    """In whatever order they come, and whichever of the two is written first."""
+    a, b = (call("sigmoid", f * X if abs(f) != 1.0 else (X if f > 0 else -X)) for f in factors)
+    for out in (a * b, b - a):
+        fn = Fn("opposites", ("value",), out)
+        text = lower(fn, "cutedsl")
+        assert text.count("_sigmoids(") == 1
+        assert "_sigmoid(" not in text
+        namespace: dict[str, Any] = {}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, module in _cutlass_stand_ins().items():
+                patch.setitem(sys.modules, name, module)
+            exec(compile(prelude("cutedsl") + text, "<cutedsl>", "exec"), namespace)
+        columns = _inputs(1)
+        _agree(fn, columns, _run(namespace[symbol(fn)], columns))
 
 
 def test_text_and_symbol_are_stable() -> None:

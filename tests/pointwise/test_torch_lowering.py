@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -155,17 +156,19 @@ def test_gate_is_the_first_half() -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_interleaved_blocks(width: int) -> None:
+    """Up to the last bit: torch's vector and scalar code round exp differently, and memory decides which is taken."""
     gate, linear = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
     blocks = [t.unflatten(-1, (8 // width, width)) for t in (gate, linear)]
     x = torch.stack(blocks, -2).flatten(-3)
     halves = torch.cat((gate, linear), -1)
     swiglu = activations["swiglu"]()
-    assert torch.equal(evaluate(swiglu, x, interleave=width), evaluate(swiglu, halves))
+    close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-7)
+    close(evaluate(swiglu, x, interleave=width), evaluate(swiglu, halves))
     dy = torch.randn(2, 3, 8)
     grad = evaluate(swiglu.grad(0), x, dy, interleave=width)
     expected = evaluate(swiglu.grad(0), halves, dy)
     blocks = [t.unflatten(-1, (8 // width, width)) for t in expected.chunk(2, -1)]
-    assert torch.equal(grad, torch.stack(blocks, -2).flatten(-3))
+    close(grad, torch.stack(blocks, -2).flatten(-3))
 
 
 def test_fp8_saturates_and_keeps_nan() -> None:

@@ -4,6 +4,9 @@
 
 namespace te {
 
+// |x|
+TE_DEVICE float magnitude(float x) { return fabsf(x); }
+
 struct bf16 { u16 bits; };
 struct f16 { u16 bits; };
 
@@ -180,6 +183,13 @@ struct e4m3 {
     return software_fp8<3, 7>(low, 448.0f) | (software_fp8<3, 7>(high, 448.0f) << 8);
 #endif
   }
+  static TE_DEVICE u32 quad(float a, float b, float c, float d) {
+#if TE_FP8_INSTRUCTIONS
+    return instruction_e4m3x4(a, b, c, d);
+#else
+    return byte_perm(pair(a, b), pair(c, d), 0x5410);
+#endif
+  }
 };
 
 struct e5m2 {
@@ -191,16 +201,20 @@ struct e5m2 {
     return software_fp8<2, 15>(low, 57344.0f) | (software_fp8<2, 15>(high, 57344.0f) << 8);
 #endif
   }
+  static TE_DEVICE u32 quad(float a, float b, float c, float d) {
+#if TE_FP8_INSTRUCTIONS
+    return instruction_e5m2x4(a, b, c, d);
+#else
+    return byte_perm(pair(a, b), pair(c, d), 0x5410);
+#endif
+  }
 };
 
 // Eight values times a scale as FP8 codes: the multiplication rounds, then the conversion does.
 template <class F> TE_DEVICE void encode(const float (&v)[8], float scale, u32 (&codes)[2]) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const u32 low = F::pair(mul(v[4 * i], scale), mul(v[4 * i + 1], scale));
-    const u32 high = F::pair(mul(v[4 * i + 2], scale), mul(v[4 * i + 3], scale));
-    codes[i] = byte_perm(low, high, 0x5410);
-  }
+  for (int i = 0; i < 8; i += 4)
+    codes[i / 4] = F::quad(mul(v[i], scale), mul(v[i + 1], scale), mul(v[i + 2], scale), mul(v[i + 3], scale));
 }
 
 // The scale of an amax (te_ops.quantizers.state.scale_from_amax).

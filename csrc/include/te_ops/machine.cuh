@@ -34,7 +34,21 @@ TE_DEVICE int nearest_int(float a) { return __float2int_rn(a); }
 TE_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 TE_DEVICE float inverse_sqrt(float a) { return rsqrtf(a); }  // within 2 units of the last place
 
-TE_DEVICE float add_down(float a, float b) { return __fadd_rd(a, b); }
+TE_DEVICE float reciprocal(float a) { return __frcp_rn(a); }
+
+TE_DEVICE float add_up(float a, float b) { return __fadd_ru(a, b); }
+TE_DEVICE float fma_up(float a, float b, float c) { return __fmaf_ru(a, b, c); }
+// Rounded, then brought into [0, 1]; 0 for NaN.
+TE_DEVICE float mul_saturated(float a, float b) {
+  float y;
+  asm("mul.rn.sat.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+TE_DEVICE float fma_saturated(float a, float b, float c) {
+  float y;
+  asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(y) : "f"(a), "f"(b), "f"(c));
+  return y;
+}
 // The number where the other is a NaN.
 TE_DEVICE float min_number(float a, float b) { return fminf(a, b); }
 TE_DEVICE float max_number(float a, float b) { return fmaxf(a, b); }
@@ -46,18 +60,17 @@ TE_DEVICE float max_abs(float m, float x) {
   return y;
 }
 
-// The same for two 16-bit numbers: magnitudes of a word, a NaN wins.
-TE_DEVICE u32 max_magnitude_bf16x2(u32 m, u32 x) {
-  asm("{ .reg .b32 a, b; abs.bf16x2 a, %0; abs.bf16x2 b, %1; max.NaN.bf16x2 %0, a, b; }" : "+r"(m) : "r"(x));
-  return m;
-}
-TE_DEVICE u32 max_magnitude_f16x2(u32 m, u32 x) {
-  asm("{ .reg .b32 a, b; abs.f16x2 a, %0; abs.f16x2 b, %1; max.NaN.f16x2 %0, a, b; }" : "+r"(m) : "r"(x));
-  return m;
-}
-
 // A word whose halves have the larger magnitude of two; a NaN wins, signs mean nothing. One instruction where there is one.
+// `larger_number`: a NaN loses.
 #if __CUDA_ARCH__ >= 860
+TE_DEVICE u32 larger_number_bf16x2(u32 m, u32 x) {
+  asm("max.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(m) : "r"(x));
+  return m;
+}
+TE_DEVICE u32 larger_number_f16x2(u32 m, u32 x) {
+  asm("max.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(m) : "r"(x));
+  return m;
+}
 TE_DEVICE u32 larger_bf16x2(u32 m, u32 x) {
   asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(m) : "r"(x));
   return m;
@@ -67,8 +80,22 @@ TE_DEVICE u32 larger_f16x2(u32 m, u32 x) {
   return m;
 }
 #else
-TE_DEVICE u32 larger_bf16x2(u32 m, u32 x) { return max_magnitude_bf16x2(m, x); }
-TE_DEVICE u32 larger_f16x2(u32 m, u32 x) { return max_magnitude_f16x2(m, x); }
+TE_DEVICE u32 larger_number_bf16x2(u32 m, u32 x) {
+  asm("{ .reg .b32 a, b; abs.bf16x2 a, %0; abs.bf16x2 b, %1; max.bf16x2 %0, a, b; }" : "+r"(m) : "r"(x));
+  return m;
+}
+TE_DEVICE u32 larger_number_f16x2(u32 m, u32 x) {
+  asm("{ .reg .b32 a, b; abs.f16x2 a, %0; abs.f16x2 b, %1; max.f16x2 %0, a, b; }" : "+r"(m) : "r"(x));
+  return m;
+}
+TE_DEVICE u32 larger_bf16x2(u32 m, u32 x) {
+  asm("{ .reg .b32 a, b; abs.bf16x2 a, %0; abs.bf16x2 b, %1; max.NaN.bf16x2 %0, a, b; }" : "+r"(m) : "r"(x));
+  return m;
+}
+TE_DEVICE u32 larger_f16x2(u32 m, u32 x) {
+  asm("{ .reg .b32 a, b; abs.f16x2 a, %0; abs.f16x2 b, %1; max.NaN.f16x2 %0, a, b; }" : "+r"(m) : "r"(x));
+  return m;
+}
 #endif
 
 // Hides from the compiler what x holds, so that what is derived from it is derived again instead of kept in registers.
@@ -129,6 +156,23 @@ TE_DEVICE u32 instruction_f16x2(u16 e4m3x2) {
 TE_DEVICE u32 instruction_e5m2x2(float low, float high) {
   u16 y;
   asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
+  return y;
+}
+// Four at once: pairs that meet outside of one statement are cleared and permuted.
+TE_DEVICE u32 instruction_e4m3x4(float a, float b, float c, float d) {
+  u32 y;
+  asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; "
+      "mov.b32 %0, {low, high}; }"
+      : "=r"(y)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return y;
+}
+TE_DEVICE u32 instruction_e5m2x4(float a, float b, float c, float d) {
+  u32 y;
+  asm("{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, %2, %1; cvt.rn.satfinite.e5m2x2.f32 high, %4, %3; "
+      "mov.b32 %0, {low, high}; }"
+      : "=r"(y)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
   return y;
 }
 #endif
@@ -218,6 +262,8 @@ TE_DEVICE void group_barrier(int id, int threads) { asm volatile("bar.sync %0, %
 TE_DEVICE float exchange(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 TE_DEVICE u32 exchange(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 TE_DEVICE float from_lane(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+// The same value in every lane of a warp, told to the compiler as such: what is made from it takes no vector register.
+TE_DEVICE u32 uniform(u32 x) { return __reduce_or_sync(0xffffffffu, x); }
 TE_DEVICE u32 warp_max(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
 TE_DEVICE void global_max(u32* p, u32 x) { atomicMax(p, x); }
 TE_DEVICE int thread() { return threadIdx.x; }

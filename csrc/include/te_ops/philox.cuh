@@ -8,7 +8,8 @@ struct Philox {
   u32 key[2];
   u32 stream;
 
-  TE_DEVICE Philox(u64 seed, u32 stream) : key{(u32)seed, (u32)(seed >> 32)}, stream(stream) {}
+  // By a whole warp, with one seed.
+  TE_DEVICE Philox(u64 seed, u32 stream) : key{uniform((u32)seed), uniform((u32)(seed >> 32))}, stream(stream) {}
 
   TE_DEVICE void words(u64 block, u32 (&w)[4]) const {
     u32 c0 = (u32)block, c1 = (u32)(block >> 32), c2 = stream, c3 = 0, k0 = key[0], k1 = key[1];

@@ -59,7 +59,9 @@ def shape_of(source: Source, quantizer: Quantizer, wanted: Wanted, arch: str) ->
         groups = 4 if source.outs == 2 or wide or not aligned else 8
         batch = min(groups, 4 if source.computes else 8)
         tight = not aligned or (wanted.dense and groups == 8)
-        ahead = 4 if arch == "sm_90" and source.computes and groups == 8 else 0
+        ahead = 0
+        if arch == "sm_90" and source.computes and groups == 8:
+            ahead = 2 if wanted.dense else 4  # more has no registers beside values that are written
         return Shape(groups, 2 if tight else batch, 2, ahead if source.in_bytes == 4 else 0)
     groups = 8 if wanted.col or _square(quantizer) else 4  # a column block, a tile: 128 rows
     generation = int(arch.removeprefix("sm_"))
@@ -244,13 +246,19 @@ def _mx_grid(source: Source, cut: Shape) -> Any:
     return lambda rows: -(-(-(-rows // 32) * across) // WARPS)
 
 
+def _in_one_piece(source: Source) -> bool:
+    """Whether each half of a pair is known to lie in one piece."""
+    return source.computes and 0 < source.block == source.width
+
+
 def _block_kernel(
     source: Source, quantizer: Any, wanted: Wanted, arch: str, cut: Shape
 ) -> launch.Function:
     kept = CTYPES[wanted.rounds or torch.float32]
-    # With two outputs the registers that addresses take decide: there the check of the interleave is cheaper.
-    whole = source.outs == 1 and source.computes and 0 < source.block == source.width
-    piece = "te::IN_ONE_PIECE" if whole else False
+    # A pair has registers for the addresses only where its second half is parked and no sums are kept; elsewhere the
+    # check of the interleave is cheaper.
+    roomy = source.outs == 1 or (cut.park and wanted.sums is None)
+    piece = "te::IN_ONE_PIECE" if _in_one_piece(source) and roomy else False
     numbers = template(
         FORMATS[quantizer.dtype], "Rule", source.aligned, cut.groups, cut.batch,
         cut.ahead, piece, cut.park,
@@ -275,6 +283,7 @@ def _mx_kernel(
     kept = CTYPES[wanted.rounds or torch.float32]
     numbers = template(
         source.ctype, FORMATS[quantizer.dtype], kept, source.aligned, cut.groups, cut.batch, cut.ahead,
+        "te::IN_ONE_PIECE" if _in_one_piece(source) else False,
         _square(quantizer), wanted.row, wanted.col, wanted.dense is not None,
     )  # fmt: skip
     head = (

@@ -43,6 +43,7 @@ class Shape:
         threads: of a block; stages: rows in shared memory, all but one of them on their way (0: registers).
         resident: blocks of a processor.
         turns: rows that a group goes through, at least; 0: as many blocks as a device holds share all rows.
+        cluster: blocks that share a row; each has group * chunks chunks of it (backward only).
     """
 
     group: int
@@ -51,6 +52,7 @@ class Shape:
     stages: int
     resident: int
     turns: int = 0
+    cluster: int = 1
 
     @property
     def rows(self) -> int:
@@ -132,11 +134,11 @@ BACKWARD = {
         (4096, Shape(256, 2, 256, 3, 2)),
         (8192, Shape(512, 2, 512, 3, 1)),
         (14336, Shape(224, 8, 224, 2, 1)),
-        (16384, Shape(512, 4, 512, 2, 1)),
+        (16384, Shape(256, 2, 256, 3, 2, cluster=4)),
     ),
     True: (
         (4096, Shape(256, 2, 512, 2, 1)),
-        (12288, Shape(384, 4, 384, 2, 1)),
+        (12288, Shape(128, 3, 512, 2, 1, cluster=4)),
     ),
 }
 """The same of the gradients of input and weights."""
@@ -205,12 +207,18 @@ def forward_kernel(norm: Norm, arch: str, shape: Shape | None = None) -> Forward
 
 
 def grid_of(shape: Shape, rows: int, device: torch.device) -> int:
-    """Blocks for so many rows: what the device holds, or a row each for rows that are not held."""
+    """Blocks (clusters of them) for so many rows: what the device holds, or a row each for rows that are not held."""
     if not shape.chunks:
         return rows
     steps = -(-rows // shape.rows)
-    most = processors(device.index) * shape.resident
+    most = clusters_held(processors(device.index) * shape.resident, shape.cluster)
     return max(min(steps, most), -(-steps // shape.turns) if shape.turns else 0)
+
+
+def clusters_held(blocks: int, cluster: int) -> int:
+    """Clusters that run at once where so many blocks do: beyond pairs not all processors take part, and a sixteenth
+    less than fit by number are sure to."""
+    return max(1, blocks // cluster if cluster <= 2 else blocks * 15 // (16 * cluster))
 
 
 def flags_of(*values: bool | int) -> str:
@@ -280,10 +288,15 @@ def backward_shared(made: Backward, shape: Shape) -> int:
     return max(copies, shape.threads * shape.chunks * 32 if made.sums and shape.rows > 1 else 0)
 
 
+def backward_mail(made: Backward, shape: Shape) -> int:
+    """Bytes behind them for the sums of a cluster (ClusterSums::bytes)."""
+    return 8 * shape.cluster * shape.rows * (1 + made.centered) + 16 if shape.cluster > 1 else 0
+
+
 def backward_kernel(
     made: Backward, arch: str, shape: Shape | None = None
 ) -> Callable[[torch.device, int, tuple[int, ...]], torch.Tensor | None]:
-    """run(device, rows, (dy, x, other, gamma, rstd, mean, dx)) -> sums of the blocks [blocks, sums, width] or None."""
+    """run(device, rows, (dy, x, other, gamma, rstd, mean, dx)) -> sums of clusters [clusters, sums, width] or None."""
     shape = shape or backward_shape(made, arch) or Shape(512, 0, 512, 0, 1)
     names = [CTYPES[made.x], CTYPES[made.dy], CTYPES[made.gamma]]
     types = ", ".join(names)
@@ -293,14 +306,22 @@ def backward_kernel(
     )
     first = (made.width % 8 == 0, made.centered, made.zero_centered, made.other)
     if shape.chunks:
-        flags = flags_of(*first, made.sums, shape.group, shape.chunks, shape.threads, shape.stages)
+        flags = flags_of(
+            *first, made.sums, shape.group, shape.chunks, shape.threads, shape.stages, shape.cluster,
+            backward_shared(made, shape),
+        )  # fmt: skip
         body = f"te::norm_backward<{types}, {flags}>(p);"
     else:
         body = f"te::long_norm_backward<{types}, {flags_of(*first, shape.threads)}>(p);"
     text = launch.text_of(
-        name="norm_backward", head=head, body=body, threads=shape.threads, blocks=shape.resident
+        name="norm_backward",
+        head=head,
+        body=body,
+        threads=shape.threads,
+        blocks=shape.resident,
+        cluster=shape.cluster,
     )
-    shared = backward_shared(made, shape)
+    shared = backward_shared(made, shape) + backward_mail(made, shape)
     function = launch.build("norm_backward", text, arch, shape.threads, 11, shared=shared)
     width, sums = made.width, made.sums
 
@@ -310,7 +331,21 @@ def backward_kernel(
         partial = launch.empty((grid, sums, width), torch.float32, device) if sums else None
         if rows or sums:
             to = 0 if partial is None else partial.data_ptr()
-            function(device, grid, dy, x, other, width, gamma, rstd, mean, dx, to, rows, width)
+            function(
+                device,
+                grid * shape.cluster,
+                dy,
+                x,
+                other,
+                width,
+                gamma,
+                rstd,
+                mean,
+                dx,
+                to,
+                rows,
+                width,
+            )
         return partial
 
     return run

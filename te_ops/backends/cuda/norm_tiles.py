@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from te_ops.backends.cuda import launch
-from te_ops.backends.cuda.norm_kernels import Norm, flags_of, number_of, processors, resident
+from te_ops.backends.cuda.norm_kernels import (
+    Norm,
+    clusters_held,
+    flags_of,
+    number_of,
+    processors,
+    resident,
+)
 from te_ops.backends.cuda.source import CTYPES, literal
 
 
@@ -119,8 +126,7 @@ def tiles_kernel(norm: Norm, wants: Wants, tile: Tile, arch: str) -> Tiles:
 
     def run(device: torch.device, rows: int, *slots: int) -> None:
         tiles = -(-rows // tile.rows)
-        # Not all processors take part in clusters: a sixteenth less than fit by number all run at once.
-        most = max(1, processors(device.index) * tile.resident * 15 // (16 * tile.cluster))
+        most = clusters_held(processors(device.index) * tile.resident, tile.cluster)
         clusters = max(1, min(tiles, most), -(-tiles // tile.turns))
         function(device, clusters * tile.cluster, *slots, rows, width)
 

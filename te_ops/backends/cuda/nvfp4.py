@@ -93,7 +93,7 @@ def make_nvfp4(
         blocks: CTAs that share a multiprocessor; what was measured best if None.
     """
     row, col = usages
-    held = blocks or (2 if dtype.itemsize == 2 else 1)
+    held = blocks or resident_blocks(dtype, quantizer)
     amaxes = _amax_pass(dtype, width, quantizer, usages, arch)
     kernel = _kernel(dtype, width, quantizer, usages, arch, blocks=held) if row or col else None
     offset = seed_offset(stream)
@@ -119,6 +119,15 @@ def make_nvfp4(
         return made[0], made[1]
 
     return run
+
+
+def resident_blocks(dtype: torch.dtype, quantizer: NVFP4Quantizer) -> int:
+    """CTAs that share a multiprocessor: as many as registers allow without spills."""
+    if dtype.itemsize == 4:
+        return 1
+    if not quantizer.stochastic_rounding:
+        return 4
+    return 2 if quantizer.with_2d_quantization else 3
 
 
 def _memory(
@@ -153,8 +162,9 @@ def _kernel(
     row, col = usages
     square = quantizer.with_2d_quantization
     random = quantizer.stochastic_rounding
+    multiple = math.gcd(width, 16) if width % 8 == 0 else 1
     numbers = template(
-        CTYPES[dtype], width % 8 == 0, square, row, col, quantizer.with_rht and col, random
+        CTYPES[dtype], multiple, square, row, col, quantizer.with_rht and col, random
     )
     head = f"#include <kernels/nvfp4.cuh>\ntypedef te::Fp4Arguments<{CTYPES[dtype]}> Parameters;\n"
     text = launch.text_of(

@@ -82,7 +82,7 @@ def test_a_shape_covers_the_row_and_fits(arch: str, width: int, dtype: torch.dty
     for sums in (0, 1, 2):
         made = Backward(width, dtype, dtype, dtype, sums == 2, False, True, sums)
         found = backward_shape(made, arch)
-        assert found is None or found.group * found.chunks * 8 >= width
+        assert found is None or found.cluster * found.group * found.chunks * 8 >= width
     assert found is not None or width > 4096 or dtype is FP32
 
 
@@ -107,6 +107,11 @@ SHAPES = (
     (4, 2056, Shape(160, 2, 160, 1, 1), True),
 )
 """Rows, columns, ways to deal them out (part of a warp, a warp, no copies, groups of warps, all warps), LayerNorm."""
+SHARED = (
+    (9, 520, Shape(32, 1, 96, 2, 1, 0, 3), False),
+    (11, 1000, Shape(32, 2, 64, 1, 1, 0, 2), True),
+)
+"""Rows that the blocks of a cluster share (backward)."""
 LONG = tuple((2, 513, Shape(128, 0, 128, 0, 1), layer) for layer in (False, True))
 """Rows that are not held."""
 
@@ -136,7 +141,7 @@ def test_forward(rows: int, width: int, shape: Shape, layer: bool) -> None:
 
 
 @needs_host
-@pytest.mark.parametrize(("rows", "width", "shape", "layer"), SHAPES)
+@pytest.mark.parametrize(("rows", "width", "shape", "layer"), SHAPES + SHARED)
 def test_backward(rows: int, width: int, shape: Shape, layer: bool) -> None:
     draw = drawer(rows, "cpu")
     x, dy, other = (draw((rows, width)) for _ in range(3))

@@ -117,9 +117,18 @@ inline float div(float a, float b) { return a / b; }
 inline int nearest_int(float a) { return (int)std::nearbyint(a); }
 inline float fma(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline float inverse_sqrt(float a) { return 1.0f / std::sqrt(a); }
-inline float add_down(float a, float b) {  // for a position in E2M1 and 1.5 * 2^23
-  return (float)(std::floor((double)a) + (double)b);
+inline float reciprocal(float a) { return 1.0f / a; }
+// x + y towards plus infinity: the FP64 sum and what its rounding lost decide.
+inline float sum_up(double x, double y) {
+  const double sum = x + y, part = sum - x, lost = (x - (sum - part)) + (y - part);
+  const float z = (float)sum;
+  return (double)z < sum || ((double)z == sum && lost > 0.0) ? std::nextafterf(z, INFINITY) : z;
 }
+inline float add_up(float a, float b) { return sum_up(a, b); }
+inline float fma_up(float a, float b, float c) { return sum_up((double)a * (double)b, c); }
+inline float saturated(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
+inline float mul_saturated(float a, float b) { return saturated(a * b); }
+inline float fma_saturated(float a, float b, float c) { return saturated(std::fmaf(a, b, c)); }
 inline float min_number(float a, float b) { return std::fmin(a, b); }
 inline float max_number(float a, float b) { return std::fmax(a, b); }
 inline float max_abs(float m, float x) {
@@ -129,18 +138,23 @@ inline float max_abs(float m, float x) {
 
 inline void renew(u32&) {}
 inline void renew(i64&) {}
-inline u32 max_magnitude(u32 m, u32 x, u32 infinity) {
+inline u32 without_nan(u32 x, u32 infinity) {
+  if ((x & 0x7fffu) > infinity) x &= 0xffff0000u;
+  return (x >> 16 & 0x7fffu) > infinity ? x & 0xffffu : x;
+}
+// Signs are those that the instruction leaves: of both operands together, none beside a NaN.
+inline u32 larger(u32 m, u32 x, u32 infinity) {
   u32 y = 0;
   for (int shift = 0; shift < 32; shift += 16) {
     const u32 a = (m >> shift) & 0x7fffu, b = (x >> shift) & 0x7fffu, most = a > b ? a : b;
-    y |= (most > infinity ? 0x7fffu : most) << shift;
+    y |= (most > infinity ? 0x7fffu : most | (((m ^ x) >> shift) & 0x8000u)) << shift;
   }
   return y;
 }
-inline u32 max_magnitude_bf16x2(u32 m, u32 x) { return max_magnitude(m, x, 0x7f80u); }
-inline u32 max_magnitude_f16x2(u32 m, u32 x) { return max_magnitude(m, x, 0x7c00u); }
-inline u32 larger_bf16x2(u32 m, u32 x) { return max_magnitude_bf16x2(m, x); }
-inline u32 larger_f16x2(u32 m, u32 x) { return max_magnitude_f16x2(m, x); }
+inline u32 larger_bf16x2(u32 m, u32 x) { return larger(m, x, 0x7f80u); }
+inline u32 larger_f16x2(u32 m, u32 x) { return larger(m, x, 0x7c00u); }
+inline u32 larger_number_bf16x2(u32 m, u32 x) { return larger_bf16x2(m, without_nan(x, 0x7f80u)); }
+inline u32 larger_number_f16x2(u32 m, u32 x) { return larger_f16x2(m, without_nan(x, 0x7c00u)); }
 
 template <int N> inline void read_words(const void* p, u32 (&w)[N]) {
   if ((uintptr_t)p % sizeof(w)) __builtin_trap();
@@ -195,6 +209,7 @@ inline float from_lane(float x, int lane) {
   warp_barrier();
   return y;
 }
+inline u32 uniform(u32 x) { return x; }
 inline u32 warp_max(u32 x) {
   for (int mask = 16; mask > 0; mask /= 2) {
     const u32 other = exchange(x, mask);
