@@ -14,29 +14,47 @@ from te_ops.errors import RecipeError
 from te_ops.recipe import Recipe, default_recipe, reduces
 
 
+class Observed:
+    """Delayed-scaling observations that wait for a commit: by state, and after these whole sheets of calls that have
+    not been spread over their states (`te_ops.runtime.observed`)."""
+
+    __slots__ = ("by_state", "sheets")
+
+    def __init__(self) -> None:
+        self.by_state: dict[Any, Any] = {}
+        self.sheets: list[tuple[Any, torch.Tensor]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.sheets or self.by_state)
+
+
 class Region:
     """Delayed-scaling observations between entry and exit of the outermost autocast; committed at exit."""
 
+    __slots__ = ("gradients", "groups", "observed")
     commit: ClassVar[Callable[[Region], None] | None] = None  # filled by the runtime
-    # Where backwards of calls in this region put what they observe, instead of committing it (a graph's capture).
-    gradients: dict[Any, Any] | None = None
 
     def __init__(self) -> None:
-        self.observed: dict[Any, Any] = {}
+        self.observed = Observed()
         # Reduction groups: a rank that observed nothing takes part too.
         self.groups: dict[Any, None] = {}
+        # Where backwards of calls in this region put what they observe, instead of committing it (a graph's capture).
+        self.gradients: Observed | None = None
 
     def close(self, failed: bool) -> None:
         """Commit what was observed, or drop it if the region ended with an exception."""
         commit = Region.commit
         if (self.observed or self.groups) and commit is not None and not failed:
             commit(self)
-        self.observed, self.groups = {}, {}
+        if self.observed:
+            self.observed = Observed()
+        if self.groups:
+            self.groups = {}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Frame:
-    """What one active autocast says; `key` is its part of a plan's key."""
+    """What one active autocast says; `key` is its part of a plan's key. Never changed, but made at every entry."""
 
     recipe: Recipe | None
     enabled: bool
@@ -98,6 +116,10 @@ FROZEN: ContextVar[Any] = ContextVar("te_ops_frozen", default=None)
 
 RECORDING: ContextVar[bool] = ContextVar("te_ops_recording", default=False)
 """Whether calls in this context rehearse or record a CUDA graph. Graphs do not nest: an inner one joins the outer."""
+
+
+ARCH: ContextVar[str | None] = ContextVar("te_ops_arch", default=None)
+"""The architecture that plans are made for; None: that of their device."""
 
 
 def join_path(outer: str, inner: str) -> str:
@@ -166,15 +188,11 @@ class autocast:  # noqa: N801  (a context manager, named like torch.autocast)
         if self._token is not None:
             raise RecipeError("autocast: this instance is active already; make another one to nest")
         outer = FRAME.get()
-        recipe = (self.recipe or default_recipe()) if self.enabled or self.calibrating else None
-        frame = Frame(
-            recipe=recipe,
-            enabled=self.enabled,
-            calibrating=self.calibrating,
-            group=self.group,
-            region=outer.region if outer is not None else Region(),
-            key=_key(recipe, self.enabled, self.calibrating, _name(self.group)),
-        )
+        enabled, calibrating, group = self.enabled, self.calibrating, self.group
+        recipe = (self.recipe or default_recipe()) if enabled or calibrating else None
+        region = outer.region if outer is not None else Region()
+        key = _key(recipe, enabled, calibrating, None if group is None else _name(group))
+        frame = Frame(recipe, enabled, calibrating, group, region, key)
         if (
             self.group is not None
             and (torch.is_grad_enabled() or self.calibrating)

@@ -13,7 +13,7 @@ struct State {
   const u8* when;  // roll only if it holds; null: always
   i64 length;      // of the history
   float largest, divisor;
-  int most_recent;  // the window's amax is that of slot 0
+  int rules;        // 1: the window's amax is that of slot 0; 2: the scale is rounded down to a power of two
   int first;        // among the amaxes
   i64 count;        // of amaxes that combine by max
 };
@@ -58,9 +58,10 @@ template <int THREADS> TE_DEVICE void update_state(const State& s, const float* 
   if (thread()) return;
   if (s.length > 1) s.history[s.length - 1] = live;
   s.history[0] = 0.0f;
-  const float used = s.most_recent ? live : most;
+  const float used = s.rules & 1 ? live : most;
   float scale = div(div(s.largest, used), s.divisor);
   scale = scale > most_finite ? most_finite : scale;
+  if (s.rules & 2) scale = float_of(bits_of(scale) & 0x7f800000u);
   if (!finite)
     *s.nonfinite_steps += 1;
   else if (used > 0.0f && used < infinity && scale > 0.0f)

@@ -69,9 +69,12 @@ def scale_from_amax(
     # An overflow only: a finite scale may exceed the largest value of a narrow input dtype.
     scale = scale.masked_fill_(torch.isinf(scale), value_for_inf)
     scale = torch.where((amax > 0.0) & (amax < math.inf), scale, torch.ones_like(scale))
-    if pow2:
-        scale = (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
-    return scale
+    return _floored(scale) if pow2 else scale
+
+
+def _floored(scale: Tensor) -> Tensor:
+    """A finite scale rounded down to a power of two; below 2**-126 it is 0."""
+    return (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
 
 
 def split_nonfinite(amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,8 +110,10 @@ def _next_scale(
     scale: Tensor,
     amax: Tensor,
     fp8_max: float,
+    *,
     margin: float,
     algo: ScaleAlgo | None,
+    pow2: bool,
 ) -> Tensor:
     """The scale for `amax`, or `scale` where the amax or the result is of no use."""
     new = (
@@ -117,6 +122,7 @@ def _next_scale(
         else algo(amax, scale, fp8_max).float()
     )
     new = new.clamp(max=FP32_MAX)
+    new = _floored(new) if pow2 else new
     usable = (amax > 0.0) & (amax < math.inf) & (new > 0.0)
     return torch.where(usable, new, scale)
 
@@ -131,6 +137,7 @@ def delayed_update(
     margin: float = 0,
     algo: AmaxAlgo = "max",
     scale_algo: ScaleAlgo | None = None,
+    pow2: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One step of delayed scaling.
 
@@ -147,6 +154,7 @@ def delayed_update(
         amax: FP32, what this step observed, its largest value if it observed several times.
         algo: "max", "most_recent", or a function of the history with the current amax in slot 0.
         scale_algo: a function (window amax, old scale, fp8_max) -> scale instead of the formula.
+        pow2: round the new scale down to a power of two.
 
     Returns:
         the new scale, history and counter, shaped like the old; nothing is written in place.
@@ -156,7 +164,8 @@ def delayed_update(
     live = torch.maximum(amax_history[:1], finite.unsqueeze(0))
     window = torch.cat([live, amax_history[1:]])
     old = scale.reshape(inner)
-    new = _next_scale(old, _window_amax(window, algo).reshape(inner), fp8_max, margin, scale_algo)
+    most = _window_amax(window, algo).reshape(inner)
+    new = _next_scale(old, most, fp8_max, margin=margin, algo=scale_algo, pow2=pow2)
     new = torch.where(flag > 0.0, old, new)
     # A window of one slot has nothing to roll to: the cut leaves its zero.
     rolled = torch.cat([torch.zeros_like(live), window[2:], live])[: len(window)]
@@ -171,13 +180,15 @@ def scale_from_history(
     margin: float = 0,
     algo: AmaxAlgo = "max",
     scale_algo: ScaleAlgo | None = None,
+    pow2: bool = False,
 ) -> Tensor:
     """The scale [...] that the finished steps in `history` [length, ...] give under a recipe that
     did not make it; 1 where the history is all zero."""
     # Between steps the most recent one is in the last slot: roll it to where `algo` expects it.
     window = history.roll(1, 0)
     amax = _window_amax(window, algo).reshape(history.shape[1:])
-    return _next_scale(torch.ones_like(amax), amax, fp8_max, margin, scale_algo)
+    one = torch.ones_like(amax)
+    return _next_scale(one, amax, fp8_max, margin=margin, algo=scale_algo, pow2=pow2)
 
 
 def resize_history(history: Tensor, length: int) -> Tensor:

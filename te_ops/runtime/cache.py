@@ -22,7 +22,7 @@ from te_ops.compiler.passes import passes
 from te_ops.compiler.plan import Plan
 from te_ops.compiler.trace import dynamic_dims, leading_dims, owned, spec_of, trace
 from te_ops.compiler.work import Note, Request
-from te_ops.context import FRAME, FROZEN, PLACE, Frame, Region, current
+from te_ops.context import ARCH, FRAME, FROZEN, PLACE, Frame, Region, current
 from te_ops.errors import Error, PlanError, ShapeError
 from te_ops.graph import Spec
 from te_ops.op import GLOBAL_HOOKS, HOOKS, Epoch, Op, Runtime, Scalar
@@ -225,13 +225,17 @@ def run_eagerly(op: Op, xs: Sequence[Any]) -> Any:
     task = torch._C._current_graph_task_id()
     recomputing = task != -1  # a forward inside a backward pass
     replay = ckpt.REPLAY.get()
-    frame = _frame(op, recomputing) if recomputing or replay is not None else FRAME.get()
+    frame, version = FRAME.get(), None
+    if recomputing or replay is not None:
+        frame, version = ckpt.surroundings(op, recomputing)
     grad = torch.is_grad_enabled()
-    runner, autocast_dtype, device = _runner(op, xs, frame, grad)
+    runner, autocast_dtype, device = _runner(op, xs, frame, grad, version)
+    if replay is not None and replay.recording:  # now: the first plan for a device adds kernels
+        replay.versions[replay.position] = REGISTRY.version if version is None else version
     region: Region | None = None
     if not recomputing and (replay is None or replay.recording):
         region = frame.region if frame is not None else Region() if runner.writes else None
-    states = runner.states(op, device) if runner.state_slots else ()
+    states = runner.states.find(op, device) if runner.states.wanted else ()
     if not recomputing:
         ckpt.record(op, frame, states, grad)
     else:
@@ -269,24 +273,6 @@ eval_frame.set_code_exec_strategy(
 )
 
 
-def _frame(op: Op, recomputing: bool) -> Frame | None:
-    """The autocast in force; inside a recompute, the one of the forward."""
-    replay = ckpt.REPLAY.get()
-    if replay is not None and not replay.recording:
-        replay.position += 1
-        return (
-            replay.frames[replay.position - 1]
-            if replay.position <= len(replay.frames)
-            else current()
-        )
-    seen = ckpt.recorded(op) if recomputing else None
-    frame = seen.frame if seen is not None else current()
-    if replay is not None:
-        replay.frames.append(frame)
-        replay.position += 1
-    return frame
-
-
 def plan_for(op: Op, xs: Sequence[Any]) -> Plan:
     """The plan of a call, without running it."""
     runner, _, _ = _runner(op, xs, current(), torch.is_grad_enabled())
@@ -294,7 +280,7 @@ def plan_for(op: Op, xs: Sequence[Any]) -> Plan:
 
 
 def _runner(
-    op: Op, xs: Sequence[Any], frame: Frame | None, grad: bool
+    op: Op, xs: Sequence[Any], frame: Frame | None, grad: bool, version: int | None = None
 ) -> tuple[PlanRunner, torch.dtype | None, torch.device]:
     cache = _cache_of(op)
     tensors = cache.tensors(op)
@@ -314,7 +300,7 @@ def _runner(
         autocast_dtype,
         torch._C._get_deterministic_algorithms(),
         tuple(map(bool, cache.hooks)) if any(cache.hooks) else (),
-        REGISTRY.version,
+        REGISTRY.version if version is None else version,
         passes.version,
     )
     # Equal ids now and then mean that the same places held one tensor: nothing is kept, and values are compared.
@@ -399,12 +385,13 @@ def _plan(
         level = CACHE.levels.get(family)
         if level is not None:
             full = (family, shape_key(specs, level, features))
-            plan = CACHE.plans.get(full)
-            if plan is not None:
+            if (plan := CACHE.plans.get(full)) is not None:
                 CACHE.plans.move_to_end(full)
                 return plan
         request = _request(op, xs, specs, frame, key)
         plan, level = _build(request, key, level)
+        while REGISTRY.settle():  # a kernel that it asked for has been compiled meanwhile
+            plan, level = _build(request, key, level)
         CACHE.levels[family] = level
         while len(CACHE.levels) > 4 * MAX_PLANS:
             CACHE.levels.popitem(last=False)
@@ -466,8 +453,8 @@ def _request(
 
 def arch_of(device: torch.device) -> str:
     """ "cpu", or "sm_90" and the like."""
-    if device.type != "cuda":
-        return "cpu"
+    if device.type != "cuda" or ARCH.get():
+        return ARCH.get() or "cpu"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
@@ -507,11 +494,10 @@ def shape_key(specs: Sequence[Spec], level: str, features: int = 1) -> Any:
 
 def _build(request: Request, key: tuple[Any, ...], level: str | None) -> tuple[Plan, str]:
     """Trace, find out by a second trace how much of the shape the graph depends on, and plan."""
-    described = _describe(request, key)
     graph, outputs = trace(request)
     found, note = _level(request, graph)
     level = found if level is None else max(level, found, key=_LEVELS.index)
-    plan = assemble(request, graph, outputs, {**described, "shapes": level})
+    plan = assemble(request, graph, outputs, {**_describe(request, key), "shapes": level})
     return (plan if note is None else replace(plan, notes=(*plan.notes, note))), level
 
 

@@ -9,166 +9,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree
 
-from te_ops.context import FROZEN, RECORDING, Region, current, observing_into
+from te_ops.context import FROZEN, RECORDING, Observed, Region, current, observing_into
 from te_ops.errors import Error, PlanError
 from te_ops.op import Op
+from te_ops.runtime import engines
 from te_ops.runtime.checkpoint import recorded
 from te_ops.runtime.frozen import FrozenWeights
-from te_ops.runtime.state import Cell, DelayedState, Observation, Seen
-
-Body = Callable[[], list[torch.Tensor]]
-"""What is captured: it returns the tensors that a replay fills again."""
-
-
-class Engine(Protocol):
-    """How a device type records bodies and replays them."""
-
-    def pool(self, device: torch.device) -> Any:
-        """Memory that recordings which never wait for each other may share."""
-
-    def apart(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Where rehearsals run: apart from the caller's stream, ordered after what it holds and before what follows."""
-
-    def record(
-        self, body: Body, pool: Any, device: torch.device
-    ) -> tuple[list[torch.Tensor], Callable[[], Any]]:
-        """Record the body; its results, and what fills them again on the current stream."""
-
-    def strict(self) -> contextlib.AbstractContextManager[Any]:
-        """Within, what waits for the device raises: a recording that fails in the middle leaves traces."""
-
-    def capturing(self) -> bool:
-        """Whether the caller is recording the current stream himself."""
-
-    def turn(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Within, the current stream is behind all earlier replays on the device, and nobody else issues one."""
-
-
-class CudaEngine:
-    """Recording by CUDA's stream capture; errors of other threads do not touch it, nor it them.
-
-    All recordings of a device are made on one stream, so their GEMMs may share scratch memory of cuBLAS: replays on
-    several streams therefore wait for each other.
-    """
-
-    def __init__(self) -> None:
-        self.streams: dict[tuple[int | None, str], Any] = {}
-        self.turns: dict[torch.device, _Turn] = {}
-
-    def pool(self, device: torch.device) -> Any:
-        """See `Engine`."""
-        return torch.cuda.graph_pool_handle()
-
-    @contextlib.contextmanager
-    def apart(self, device: torch.device) -> Iterator[None]:
-        """See `Engine`."""
-        with torch.cuda.device(device):
-            before = torch.cuda.current_stream()
-            side = self._stream(device, "rehearse")
-            side.wait_stream(before)
-            try:
-                with torch.cuda.stream(side):
-                    yield
-            finally:
-                before.wait_stream(side)
-
-    def record(
-        self, body: Body, pool: Any, device: torch.device
-    ) -> tuple[list[torch.Tensor], Callable[[], Any]]:
-        """See `Engine`."""
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.stream(self._stream(device, "record")):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                results = body()
-            except BaseException:
-                self._abort(graph, pool)
-                raise
-            graph.capture_end()
-        return results, graph.replay
-
-    def _stream(self, device: torch.device, use: str) -> Any:
-        """One stream for each use: libraries keep memory by stream, which all graphs then share."""
-        key = device.index, use
-        if key not in self.streams:
-            self.streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self.streams[key]
-
-    @staticmethod
-    def _abort(graph: Any, pool: Any) -> None:
-        """End a capture that failed, so that the next one finds the device as it was."""
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-            if end is not None:
-                with contextlib.suppress(RuntimeError):
-                    end(torch.cuda.current_device(), pool)
-
-    @contextlib.contextmanager
-    def strict(self) -> Iterator[None]:
-        """See `Engine`. torch keeps one mode for the process."""
-        before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch calls the mode a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-
-    def capturing(self) -> bool:
-        """See `Engine`."""
-        return torch.cuda.is_current_stream_capturing()
-
-    def turn(self, device: torch.device) -> _Turn:
-        """See `Engine`."""
-        found = self.turns.get(device)
-        if found is None:
-            found = self.turns.setdefault(device, _Turn(device))
-        return found
-
-
-class _Turn:
-    """The replays of one device, one after the other."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.index = device, device.index
-        self.lock = threading.Lock()
-        self.handle: int | None = None
-        self.last: Any = None
-
-    def __enter__(self) -> None:
-        self.lock.acquire()
-        try:
-            handle = torch._C._cuda_getCurrentRawStream(self.index)
-            if handle != self.handle:
-                now = torch.cuda.current_stream(self.device)
-                if self.last is not None:
-                    now.wait_stream(self.last)
-                self.last, self.handle = now, handle
-        except BaseException:
-            self.lock.release()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
-
-
-ENGINES: dict[str, Engine] = {"cuda": CudaEngine()}
-"""By device type; a device without one runs eagerly."""
-
+from te_ops.runtime.state import DelayedState, Sheet, by_state
 
 LOCK = threading.RLock()
 """One recording at a time in a process."""
@@ -189,27 +45,29 @@ def marked() -> Iterator[None]:
 class Amaxes:
     """What one phase observes: states, and a tensor with the amaxes of all of them."""
 
-    states: list[tuple[DelayedState, Observation]] = field(default_factory=list)
+    states: tuple[DelayedState, ...] = ()
+    used: list[tuple[Any, float]] = field(default_factory=list)  # recipe and the format's maximum
     amaxes: torch.Tensor | None = None
+    sheet: Sheet | None = None  # of the last replay
 
     @staticmethod
-    def of(observed: dict[DelayedState, Observation]) -> Amaxes:
+    def of(observed: Observed) -> Amaxes:
         """The amaxes of a region in one tensor."""
-        if not observed:
+        found = by_state(observed)
+        if not found:
             return Amaxes()
-        return Amaxes(
-            list(observed.items()), torch.stack([o.amax.reshape(()) for o in observed.values()])
-        )
+        amaxes = torch.stack([o.amax.reshape(()) for o in found.values()])
+        used = [(o.config, o.fp8_max) for o in found.values()]
+        return Amaxes(tuple(found), used, amaxes)
 
-    def fresh(self, group: Any) -> list[tuple[DelayedState, Cell, Seen]]:
-        """A copy of the amaxes (the next replay writes them again), with the group of the call."""
-        if self.amaxes is None:
-            return []
-        block = self.amaxes.clone().view(torch.uint8)
-        return [
-            (state, Cell(block, 4 * i), Seen(o.config, o.fp8_max, group))
-            for i, (state, o) in enumerate(self.states)
-        ]
+    def fresh(self, group: Any) -> tuple[Sheet, torch.Tensor]:
+        """A copy of the amaxes (the next replay writes them again), in the group of the call."""
+        assert self.amaxes is not None
+        sheet = self.sheet
+        if sheet is None or sheet.group is not group:
+            offsets = tuple(range(0, 4 * len(self.states), 4))
+            sheet = self.sheet = Sheet(self.states, self.used, offsets, group)
+        return sheet, self.amaxes.clone()
 
 
 Root = tuple[weakref.ref[Op], list[DelayedState]]
@@ -239,7 +97,7 @@ class Pair:
 
     def stale(self) -> bool:
         """Whether a scale has to be derived anew, for another recipe than made it: that is done eagerly."""
-        return any(s.maker is not None and s.maker != maker for s, maker in self.reads)
+        return any([s.maker is not None and s.maker != maker for s, maker in self.reads])  # noqa: C419  (a generator costs more)
 
 
 @dataclass(eq=False, repr=False)
@@ -271,7 +129,7 @@ class _Pass:
         self.seen, self.seen_back = Amaxes(), Amaxes()
 
     def forward(self) -> list[torch.Tensor]:
-        self.region.observed, self.region.gradients = {}, {}
+        self.region.observed, self.region.gradients = Observed(), Observed()
         task = self.task
         if task.copies is not None and task.first:
             task.copies.end()
@@ -311,7 +169,7 @@ class _Pass:
         leaves = [*task.inputs, *task.params]
         sources = [t for t in (*leaves, *task.twins) if t is not None and t.requires_grad]
         pairs = [(y, dy) for y, dy in zip(self.outputs, self.dys, strict=True) if dy is not None]
-        self.region.gradients = {}
+        self.region.gradients = Observed()
         found = iter(
             torch.autograd.grad(
                 [y for y, _ in pairs], sources, [dy for _, dy in pairs], allow_unused=True
@@ -435,7 +293,7 @@ def _refuse_own_regions(module: nn.Module, region: Region) -> None:
 
 
 def capture(
-    task: Task, engine: Engine, pool: Any, device: torch.device, warmup: int
+    task: Task, engine: engines.Engine, pool: Any, device: torch.device, warmup: int
 ) -> Pair | None:
     """Rehearse, then record both graphs; None if a scale has to be derived anew first (run eagerly then).
 

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 
-from te_ops.context import Frame
+from te_ops.context import Frame, current
 from te_ops.errors import RecipeError
 from te_ops.op import Op
+from te_ops.registry import REGISTRY
 
 
 class Recorded(NamedTuple):
@@ -33,6 +34,8 @@ def record(op: Op, frame: Frame | None, states: Sequence[Any], grad: bool) -> No
     A validation without gradients between a forward and its backward does not take its place.
     """
     fields = op.__dict__  # not through __setattr__: a call must not look like a change of the op
+    if grad:
+        fields[_VERSION] = REGISTRY.version
     prior: Recorded | None = fields.get(_LAST)
     if frame is None and prior is None:
         return
@@ -61,7 +64,27 @@ def recorded(op: Op) -> Recorded | None:
     return op.__dict__.get(_LAST)
 
 
-_LAST, _USED = "_te_last", "_te_used"
+_LAST, _USED, _VERSION = "_te_last", "_te_used", "_te_version"
+
+
+def surroundings(op: Op, recomputing: bool) -> tuple[Frame | None, int | None]:
+    """The autocast in force, and the registry's version if it is to be another than the present one.
+
+    Inside a recompute they are those of the forward: kernels that came since would round, and save, otherwise.
+    """
+    replay = REPLAY.get()
+    if replay is not None and not replay.recording:
+        replay.position += 1
+        at = replay.position - 1
+        if at < len(replay.frames):
+            return replay.frames[at], replay.versions.get(replay.position)
+        return current(), None
+    seen = recorded(op) if recomputing else None
+    frame = seen.frame if seen is not None else current()
+    if replay is not None:
+        replay.frames.append(frame)
+        replay.position += 1
+    return frame, op.__dict__.get(_VERSION) if recomputing else None
 
 
 def check_recompute(op: Op, states: Sequence[Any], seen: Recorded | None) -> None:
@@ -96,10 +119,14 @@ def check_recompute(op: Op, states: Sequence[Any], seen: Recorded | None) -> Non
 
 @dataclass
 class Replay:
-    """Frames and scales that a checkpointed function used, in the order of its calls; `position` counts them."""
+    """Frames, registry versions and scales that a checkpointed function used, in the order of its calls.
+
+    `position` counts them.
+    """
 
     recording: bool = True
     frames: list[Frame | None] = field(default_factory=list)
+    versions: dict[int, int] = field(default_factory=dict)  # of the registry, by position
     scales: dict[tuple[int, Any], torch.Tensor] = field(default_factory=dict)
     position: int = 0
     inner: list[Replay] = field(default_factory=list)  # of the checkpoints inside, in order

@@ -20,18 +20,22 @@ def own_folder(variable: str, name: str, *, make: bool = True) -> Path | None:
     None if the variable is "off", or the folder is not there and `make` is False.
 
     Raises:
-        PlanError: the folder belongs to somebody else or others may write to it.
+        PlanError: the folder cannot be made, is none, belongs to somebody else, or others may write to it.
     """
     text = config.text(variable, "")
     if text.lower() == "off":
         return None
     folder = Path(text).expanduser() if text else _default(name)
-    if make:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
+        if make:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
-    except FileNotFoundError:
-        return None
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not make:
+            return None
+        raise _unusable(folder, variable, str(error.strerror)) from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise _unusable(folder, variable, "it is a file")
     if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PlanError(
             f"the folder {folder} can be written by others (mode {stat.S_IMODE(found.st_mode):o}, "
@@ -41,12 +45,21 @@ def own_folder(variable: str, name: str, *, make: bool = True) -> Path | None:
     return folder
 
 
+def _unusable(folder: Path, variable: str, why: str) -> PlanError:
+    return PlanError(
+        f"the folder {folder} cannot be used: {why}; set TE_OPS_{variable} to a folder of your own, or to off"
+    )
+
+
 def _default(name: str) -> Path:
     try:
         home = Path.home()
-        if home.is_dir() and os.access(home, os.W_OK):
-            return home / ".cache" / "te_ops" / name
-    except RuntimeError:  # no home folder
+        # The nearest folder that is there already decides: one of them may be another user's.
+        caches = home / ".cache" / "te_ops"
+        there = next((p for p in (caches, caches.parent) if p.exists()), home)
+        if there.is_dir() and os.access(there, os.W_OK):
+            return caches / name
+    except (RuntimeError, OSError):  # no home folder, or one that cannot be looked into
         pass
     return Path(tempfile.gettempdir()) / f"te_ops-{os.getuid()}" / name
 

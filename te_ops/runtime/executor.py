@@ -14,9 +14,8 @@ from te_ops.context import PLACE, join_path
 from te_ops.errors import PlanError
 from te_ops.runtime import main_grad
 from te_ops.runtime.checkpoint import used
-from te_ops.runtime.loads import Call, fetch
+from te_ops.runtime.loads import Call, Places, fetch
 from te_ops.runtime.segment import SegmentRunner
-from te_ops.runtime.state import DelayedState, make_state, state_of
 
 __all__ = ["Call", "PlanRunner", "replay_report"]
 
@@ -31,7 +30,10 @@ def _run_segment(
         if torch._C._are_functorch_transforms_active():
             made: Sequence[Any] = _SegmentNode.apply(runner, call, *tensors)  # type: ignore[no-untyped-call]
         else:
-            whole = [_unwrap(t) if isinstance(t, torch.Tensor) else t for t in tensors]
+            try:
+                whole = list(map(_unwrap, tensors))
+            except TypeError:  # a record is among them
+                whole = [_unwrap(t) if isinstance(t, torch.Tensor) else t for t in tensors]
             made = _apply(runner, call, *whole)
         return made
     if grad:
@@ -174,11 +176,12 @@ class PlanRunner:
 
         self.plan = plan
         table: dict[tuple[str, str], int] = {}
-        self.state_slots: list[tuple[nn.Module | None, str, int]] = []
+        slots: list[tuple[nn.Module | None, str, int]] = []
         for use in (u for s in plan.segments for u in s.states if not u.is_grad):
             if (use.path, use.state) not in table:
                 table[use.path, use.state] = len(table)
-                self.state_slots.append((resolve(use.path), use.state, use.config.amax_history_len))
+                slots.append((resolve(use.path), use.state, use.config.amax_history_len))
+        self.states = Places(slots)  # that forward reads
         self.runners: list[Any] = [
             resolve(s.module) if s.module is not None else SegmentRunner(plan, s, resolve, table)
             for s in plan.segments
@@ -202,17 +205,6 @@ class PlanRunner:
         self.observes_gradients = any(
             u.is_grad and u.amax is not None for r in ours for u in r.segment.states
         )
-
-    def states(self, op: nn.Module, device: torch.device) -> list[DelayedState]:
-        """The delayed-scaling states that forward reads (created where missing)."""
-        found = []
-        for module, operand, length in self.state_slots:
-            owner = op if module is None else module
-            state = state_of(owner, operand)
-            if state is None or state._buffers["scale"].device != device:  # type: ignore[union-attr]
-                state = make_state(owner, operand, length, device)
-            found.append(state)
-        return found
 
     def __call__(self, call: Call, xs: Sequence[Any], grad: bool) -> Any:
         """Run all segments on these inputs and return the plan's results."""

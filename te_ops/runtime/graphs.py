@@ -21,15 +21,16 @@ from torch import nn
 from torch.utils import _pytree
 
 from te_ops.compiler.passes import passes
-from te_ops.context import FROZEN, PLACE, RECORDING, Region, current
+from te_ops.context import FROZEN, PLACE, RECORDING, Key, Region, current
 from te_ops.errors import PlanError
 from te_ops.op import Op
 from te_ops.registry import REGISTRY
 from te_ops.runtime import capture as cap
+from te_ops.runtime import engines
 from te_ops.runtime.cache import run_eagerly
 from te_ops.runtime.checkpoint import REPLAY, record
 from te_ops.runtime.frozen import FrozenWeights, Promise, check, microbatch, promise_of
-from te_ops.runtime.state import observe
+from te_ops.runtime.state import observe_sheet
 from te_ops.runtime.ticket import Ticket, call
 from te_ops.runtime.watched import Watched
 
@@ -138,14 +139,15 @@ class Graphs:
         self.lanes: dict[torch.device, list[_Lane]] = {}
         self.met: OrderedDict[Any, int] = OrderedDict()
         self.watched: Watched | None = None
+        self.last = Key(())  # of the last call: it hashes once
         self.lock = threading.RLock()
         self.captured = 0
         self.eager = 0  # calls that are running eagerly: a capture exchanges what they read
         _ALIVE.add(self)
 
-    def engine(self, device: torch.device) -> cap.Engine:
+    def engine(self, device: torch.device) -> engines.Engine:
         """The engine of a device that has one."""
-        return cap.ENGINES[device.type]
+        return engines.ENGINES[device.type]
 
     def free(self) -> None:
         """Drop the lanes in which no forward waits; the next calls capture again."""
@@ -171,8 +173,8 @@ class Graphs:
     ) -> _Found | None:
         """What to replay, None where a call runs eagerly; captured when met for the `after`-th time."""
         leaves, tree = _flat(args, kwargs)
-        xs = [x for x in leaves if isinstance(x, torch.Tensor)]
-        if not xs or xs[0].device.type not in cap.ENGINES or _eager(self, xs):
+        xs = leaves if tree is None else [x for x in leaves if isinstance(x, torch.Tensor)]
+        if not xs or xs[0].device.type not in engines.ENGINES or _eager(self, xs):
             return None
         watched = self.watched
         if watched is None or watched.outdated():
@@ -180,7 +182,7 @@ class Graphs:
         hook = watched.hooked()
         if hook is not None:
             raise PlanError(f"{self.title}: {hook}, which the replay of a CUDA graph would not run")
-        key = self._key(module, leaves, tree, watched)
+        key = self._key(module, leaves, xs, tree, watched)
         lane = self._lane(xs[0].device)
         if lane is None:
             return None
@@ -202,7 +204,7 @@ class Graphs:
             if pair is None:
                 return None
             watched = self.watched = Watched(module, self.root_hooks)  # with states made meanwhile
-            key = self._key(module, leaves, tree, watched)
+            key = self._key(module, leaves, xs, tree, watched)
             self._remember(lane, key, part, pair, share)
         return None if pair.stale() else _Found(lane, pair, xs, watched, share, part)
 
@@ -217,12 +219,18 @@ class Graphs:
             if gone == "makes":
                 lane.shares.pop(old, None)
 
-    def _key(self, module: nn.Module, leaves: Sequence[Any], tree: Any, watched: Watched) -> Any:
-        xs = [x for x in leaves if isinstance(x, torch.Tensor)]
+    def _key(
+        self,
+        module: nn.Module,
+        leaves: Sequence[Any],
+        xs: Sequence[torch.Tensor],
+        tree: Any,
+        watched: Watched,
+    ) -> Key:
         frame = current()
         kind = xs[0].device.type
         autocasts = torch.is_autocast_enabled(kind)
-        return (
+        value = (
             tuple(map(_values, xs)),
             tree,
             ()
@@ -233,10 +241,13 @@ class Graphs:
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             torch.get_autocast_dtype(kind) if autocasts else None,
-            torch.are_deterministic_algorithms_enabled(),
+            torch._C._get_deterministic_algorithms(),
             REGISTRY.version,
             passes.version,
         )
+        if self.last.value != value:
+            self.last = Key(value)
+        return self.last
 
     def _lane(self, device: torch.device) -> _Lane | None:
         """A lane in which no forward waits, None if there is none and no more are allowed."""
@@ -313,9 +324,9 @@ class Graphs:
         outputs = call(ticket, xs, found.watched.tensors())
         if found.part == "makes":
             found.promise()
-        seen, ticket.seen = ticket.seen, []
-        for state, amax, observation in seen:
-            observe(region.observed, state, amax, observation)
+        seen, ticket.seen = ticket.seen, None
+        if seen is not None:
+            observe_sheet(region.observed, *seen)
         region.groups.update(dict.fromkeys(pair.groups))
         for ref, states in pair.roots:
             op = ref()
@@ -345,7 +356,7 @@ def free_all() -> None:
 
 def _flat(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Any]:
     """Leaves of the arguments and how they were arranged (None: tensors by position)."""
-    if not kwargs and all(type(x) is torch.Tensor for x in args):
+    if not kwargs and all([type(x) is torch.Tensor for x in args]):  # noqa: C419  (a generator costs more)
         return args, None
     leaves, tree = _pytree.tree_flatten((list(args), kwargs))
     for leaf in leaves:
@@ -368,7 +379,7 @@ def _eager(graphs: Graphs, xs: Sequence[torch.Tensor]) -> bool:
         or REPLAY.get() is not None
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or graphs.engine(xs[0].device).capturing()
-        or any(type(x) is not torch.Tensor and not isinstance(x, nn.Parameter) for x in xs)
+        or any([type(x) is not torch.Tensor and not isinstance(x, nn.Parameter) for x in xs])  # noqa: C419  (a generator costs more)
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -12,7 +12,12 @@ from te_ops.context import Frame, Region
 from te_ops.quantizers import QuantizedTensor, Record, Usage
 from te_ops.runtime.checkpoint import REPLAY
 from te_ops.runtime.frozen import FrozenWeights
-from te_ops.runtime.state import DelayedState, make_state
+from te_ops.runtime.state import KIND, DelayedState, make_state
+
+States = Sequence[DelayedState]
+"""Those that a phase reads or observes, in the order of its `Places`."""
+Getter = Callable[["Call", States], Any]
+"""Reads an operand of a phase that is no differentiable tensor."""
 
 Fetch = tuple[
     nn.Module | None, str
@@ -33,7 +38,7 @@ class Call(NamedTuple):
         None  # torch's, for the modules inside that are not ours
     )
     frozen: FrozenWeights | None = None  # where copies of quantized weights are shared
-    states: Sequence[DelayedState] = ()  # that forward reads, in the order of the plan's runner
+    states: tuple[DelayedState, ...] = ()  # that forward reads, in the order of the plan's runner
     taped: bool = True  # values have the shapes that tapes of the plan's runner were recorded with
 
 
@@ -51,10 +56,41 @@ def fetch(module: nn.Module | None, name: str) -> torch.Tensor:
     return found if found is not None else getattr(module, name)
 
 
-def buffer_getter(module: nn.Module | None, name: str) -> Callable[[Call], Any]:
+class Places:
+    """Where the states of some operands are found. They are looked up at every call: checkpoints bring others."""
+
+    def __init__(self, wanted: Sequence[tuple[nn.Module | None, str, int]]) -> None:
+        """`wanted`: of each state the module (None: the op that is called), the operand, the history's length."""
+        self.wanted: tuple[tuple[Any, str, int], ...] = tuple(wanted)
+        self.last: tuple[DelayedState, ...] = ()
+
+    def find(self, op: nn.Module | None, device: torch.device) -> tuple[DelayedState, ...]:
+        """The states, made or moved to the device where needed; the same tuple as long as they are the same."""
+        last, root = self.last, cast("nn.Module", op)
+        made: list[Any] = []
+        try:
+            for module, operand, _ in self.wanted:
+                tree: Any = (root if module is None else module)._modules["quantizer"]
+                made.append(tree._modules[KIND]._modules[operand])
+            found = tuple(made)
+            if found == last and all([s._buffers["scale"].device == device for s in found]):  # noqa: C419  (a generator costs more)
+                return last
+        except (AttributeError, KeyError):
+            pass
+        made = []  # some are missing, or elsewhere
+        for module, operand, length in self.wanted:
+            owner = op if module is None else module
+            assert owner is not None
+            made.append(make_state(owner, operand, length, device))
+        if last != (now := tuple(made)):
+            self.last = now
+        return self.last
+
+
+def buffer_getter(module: nn.Module | None, name: str) -> Getter:
     """Reads a buffer, whose name may be a path."""
 
-    def get(call: Call) -> Any:
+    def get(call: Call, states: States) -> Any:
         found: Any = root_of(call, module)
         for part in name.split("."):
             found = getattr(found, part)
@@ -63,59 +99,45 @@ def buffer_getter(module: nn.Module | None, name: str) -> Callable[[Call], Any]:
     return get
 
 
-def scalar_getter(module: nn.Module | None, name: str) -> Callable[[Call], Any]:
+def scalar_getter(module: nn.Module | None, name: str) -> Getter:
     """Reads a `te.scalar` as a 0-dim tensor on the host."""
-    return lambda call: torch.tensor(
+    return lambda call, states: torch.tensor(
         getattr(root_of(call, module), name).value, dtype=torch.float32
     )
 
 
-def scale_getter(
-    find: Callable[[Call], DelayedState], config: Any, fp8_max: float
-) -> Callable[[Call], Any]:
-    """Reads the scale of an operand's state; in a checkpoint's recompute, the one of its first pass."""
+def scale_getter(at: int, config: Any, fp8_max: float) -> Getter:
+    """Reads the scale of one of the phase's states: mostly the buffer itself.
 
-    def get(call: Call) -> torch.Tensor:
-        state, replay = find(call), REPLAY.get()
-        if replay is None:
-            return state.scale_for(config, fp8_max)
-        use = (replay.position, state)
-        if not replay.recording and use in replay.scales:
-            return replay.scales[use]
-        scale = state.scale_for(config, fp8_max)
-        if replay.recording:
-            scale = replay.scales[use] = scale.clone()
-        return scale
+    In a checkpoint's recompute it is the scale of the first pass.
+    """
 
-    return get
-
-
-def forward_scale_getter(at: int, config: Any, fp8_max: float) -> Callable[[Call], Any]:
-    """As `scale_getter` for one of the call's states, with the usual case first: the buffer itself."""
-    other = scale_getter(lambda call: call.states[at], config, fp8_max)
-
-    def get(call: Call) -> torch.Tensor:
-        state = call.states[at]
-        maker = state.maker
+    def get(call: Call, states: States) -> Any:
+        state = states[at]
+        maker, replay = state.maker, REPLAY.get()
+        if replay is not None:
+            return _replayed(replay, state, config, fp8_max)
         if (
             maker is not None
             and maker[0] is config
             and maker[1] == fp8_max
             and DelayedState.reads is None
-            and REPLAY.get() is None
         ):
-            return state._buffers["scale"]  # type: ignore[return-value]
-        found: torch.Tensor = other(call)
-        return found
+            return state._buffers["scale"]
+        return state.scale_for(config, fp8_max)
 
     return get
 
 
-def state_finder(
-    module: nn.Module | None, operand: str, length: int
-) -> Callable[[Call], DelayedState]:
-    """Finds (or makes) an operand's state."""
-    return lambda call: make_state(root_of(call, module), operand, length, call.device)
+def _replayed(replay: Any, state: DelayedState, config: Any, fp8_max: float) -> torch.Tensor:
+    use = (replay.position, state)
+    if not replay.recording and use in replay.scales:
+        found: torch.Tensor = replay.scales[use]
+        return found
+    scale = state.scale_for(config, fp8_max)
+    if replay.recording:
+        scale = replay.scales[use] = scale.clone()
+    return scale
 
 
 def update(module: nn.Module, name: str, value: torch.Tensor, rule: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from te_ops.context import Observed
 from te_ops.recipe import DelayedScaling
 
 if TYPE_CHECKING:
@@ -13,14 +15,15 @@ if TYPE_CHECKING:
 
 
 class Cell(NamedTuple):
-    """An amax that lies in a block of bytes: FP32 at `offset`. A tensor of it is made only where torch reads it."""
+    """An amax in a block of memory, FP32 at `offset` bytes. A tensor of it is made only where torch reads it."""
 
     block: torch.Tensor
     offset: int
 
     def tensor(self) -> torch.Tensor:
         """The amax, with no dimension."""
-        return self.block[self.offset : self.offset + 4].view(torch.float32).view(())
+        block = self.block.view(torch.uint8)
+        return block[self.offset : self.offset + 4].view(torch.float32).view(())
 
 
 class Seen(NamedTuple):
@@ -29,6 +32,31 @@ class Seen(NamedTuple):
     config: DelayedScaling
     fp8_max: float
     group: Any
+
+
+class Sheet:
+    """Which states a phase observes, and where in a block of bytes the amax of each lies: the same at every call.
+
+    A call hands over the sheet and its block. A commit that gets the same sheets again finds its launch prepared in
+    the first of them (`te_ops.runtime.rolls`).
+    """
+
+    __slots__ = ("batches", "group", "offsets", "reduces", "seen", "states")
+
+    def __init__(
+        self,
+        states: tuple[DelayedState, ...],
+        used: Sequence[tuple[DelayedScaling, float]],
+        offsets: tuple[int, ...],
+        group: Any,
+    ) -> None:
+        """`used`: the recipe and the format's maximum under which each state was read."""
+        self.states = states
+        self.seen = tuple([Seen(config, fp8_max, group) for config, fp8_max in used])
+        self.offsets = offsets
+        self.group = group
+        self.reduces = group is not None and any(config.reduce_amax for config, _ in used)
+        self.batches: dict[tuple[int, ...], Any] = {}
 
 
 class Observation:
@@ -64,19 +92,42 @@ class Observation:
         self.cells = [value]
 
 
-_CELLS = 16  # amaxes that wait for a commit before they are combined
+MOST_CELLS = 16  # amaxes of a state that wait for a commit before they are combined
+_SHEETS = 512  # sheets that wait for a commit before they are spread
 
 
-def observe(
+def observe(into: Observed, state: DelayedState, amax: torch.Tensor | Cell, seen: Seen) -> None:
+    """Add an observation to a region (or a backward) that commits later."""
+    _add(by_state(into), state, amax, seen)
+
+
+def observe_sheet(into: Observed, sheet: Sheet, block: torch.Tensor) -> None:
+    """Add the observations of a call at once."""
+    into.sheets.append((sheet, block))
+    if len(into.sheets) > _SHEETS:
+        by_state(into)
+
+
+def by_state(observed: Observed) -> dict[DelayedState, Observation]:
+    """All observations by state: sheets are spread."""
+    found = observed.by_state
+    if observed.sheets:
+        for sheet, block in observed.sheets:
+            for state, seen, offset in zip(sheet.states, sheet.seen, sheet.offsets, strict=True):
+                _add(found, state, Cell(block, offset), seen)
+        observed.sheets = []
+    return found
+
+
+def _add(
     into: dict[DelayedState, Observation],
     state: DelayedState,
     amax: torch.Tensor | Cell,
-    seen: Seen | Observation,
+    seen: Seen,
 ) -> None:
-    """Add an observation to a region (or a backward) that commits later."""
     old = into.get(state)
-    made = into[state] = Observation(amax, seen.config, seen.fp8_max, seen.group)
+    made = into[state] = Observation(amax, *seen)
     if old is not None:
         made.cells += old.cells
-        if len(made.cells) > _CELLS:
+        if len(made.cells) > MOST_CELLS:
             made.amax = made.amax

@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +20,6 @@ from torch import Tensor
 
 from te_ops.runtime.bundle import Bundles
 from te_ops.runtime.saved import Layout, Part, View, view_of
-from te_ops.runtime.state import Cell
 from te_ops.runtime.tape import Issue, Prepared
 
 
@@ -44,10 +45,10 @@ class Result(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """What a replay gives: results, amaxes that were observed, and what to save for backward."""
+    """What a replay gives: results, amaxes, and what to save for backward."""
 
     results: list[Tensor | None]
-    cells: list[Cell]
+    numbers: Tensor | None  # the block with what was observed
     carriers: list[Tensor]
 
 
@@ -145,16 +146,13 @@ class Tape:
         results: list[Any] = made[self.first :]
         if not self.plain:
             results = [None if r is None else r.of(operands, results) for r in self.results]
-        cells: list[Cell] = []
-        if self.numbers is not None and self.observed:
-            numbers = made[self.numbers]
-            cells = [Cell(numbers, offset) for offset in self.observed]
+        numbers = made[self.numbers] if self.numbers is not None else None
         carriers: list[Any] = [
             made[at] if base is None else operands[base]  # type: ignore[index]
             for base, at in self.carry
         ]
         # The arena lives until here: what is allocated next on the stream comes after.
-        return Replayed(results, cells, carriers)
+        return Replayed(results, numbers, carriers)
 
     def _run(self, addresses: list[int]) -> None:
         """Everything at once where these addresses are known, else one by one. The device is current."""
@@ -190,7 +188,7 @@ class Tape:
             frames.append(frame)
 
 
-_data_ptr = Tensor.data_ptr
+_data_ptr, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 _empty_like = torch.empty_like
 
 
@@ -210,6 +208,11 @@ def addresses_of(
     tensors: Sequence[Tensor], expected: Sequence[tuple[int, ...] | None]
 ) -> list[int] | None:
     """Where operands lie; None if one does not lie as it was recorded, or not on 16 bytes."""
+    if expected.count(None) == len(expected) == len(tensors):
+        if not all(map(_is_contiguous, tensors)):
+            return None
+        places = list(map(_data_ptr, tensors))
+        return None if reduce(or_, places, 0) & 15 else places
     found = []
     for tensor, strides in zip(tensors, expected, strict=True):
         if strides is None:
@@ -229,6 +232,7 @@ class Link(NamedTuple):
 
     parts: list[Part]
     strides: list[tuple[int, ...] | None]  # of the carriers
+    rest: tuple[tuple[int, ...] | None, ...] = ()  # of the operands that were not saved
 
     def addresses(self, carriers: Sequence[Tensor]) -> list[int] | None:
         """Addresses of the operands; None as for `addresses_of` (a hook may have put other tensors there)."""
@@ -257,4 +261,4 @@ def link(tape: Tape, layout: Layout | None, carriers: int, picks: Sequence[int])
             view = torch.empty_strided(shape, stride, device="meta")
             if not (view.is_contiguous() if expected is None else stride == expected):
                 return None
-    return Link(parts, strides)
+    return Link(parts, strides, tape.expected[len(parts) :])

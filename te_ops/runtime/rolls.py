@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from te_ops.recipe import DelayedScaling
-from te_ops.runtime.observed import Cell, Observation
+from te_ops.runtime.observed import MOST_CELLS, Cell, Observation, Seen, Sheet
 
 if TYPE_CHECKING:
     from te_ops.runtime.state import DelayedState
@@ -23,6 +26,7 @@ class Formula(NamedTuple):
     most_recent: bool  # else the largest of the window
     fp8_max: float
     divisor: float  # 2 ** margin
+    pow2: bool  # scales are rounded down to powers of two
 
     def fits(self, maker: tuple[DelayedScaling, float] | None, history: torch.Tensor) -> bool:
         """Whether a state with this maker rolls from its own scale, and with its own history's length."""
@@ -42,7 +46,8 @@ def formula_of(config: DelayedScaling, fp8_max: float) -> Formula | None:
     if not callable(config.amax_compute_algo) and config.scaling_factor_compute_algo is None:
         most_recent = config.amax_compute_algo == "most_recent"
         length, divisor = config.amax_history_len, 2.0**config.margin
-        made = Formula((config, fp8_max), config, length, most_recent, fp8_max, divisor)
+        pow2 = config.use_power_2_scales
+        made = Formula((config, fp8_max), config, length, most_recent, fp8_max, divisor, pow2)
     if len(_FORMULAS) > 256:
         _FORMULAS.clear()
     _FORMULAS[id(config), fp8_max] = (config, made)
@@ -50,97 +55,152 @@ def formula_of(config: DelayedScaling, fp8_max: float) -> Formula | None:
 
 
 class Roll(NamedTuple):
-    """One state's step for a kernel: addresses (0: none), and what to compute."""
+    """One state's step for a kernel: addresses (0: none), how many amaxes it has, and what to compute."""
 
     scale: int
     history: int
     nonfinite_steps: int
     when: int
     formula: Formula
-    amaxes: list[int]
+    amaxes: int
 
 
-UPDATES: dict[str, Callable[[torch.device, list[Roll]], None]] = {}
+class Rolls:
+    """The steps of a commit on a device, and where their amaxes lie, one after the other.
+
+    `prepared` is the backend's, for a commit that comes again: of what is here, only `amaxes` changes then, to another
+    list.
+    """
+
+    __slots__ = ("amaxes", "items", "prepared")
+
+    def __init__(self) -> None:
+        self.items: list[Roll] = []
+        self.amaxes: list[int] = []
+        self.prepared: dict[Any, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+UPDATES: dict[str, Callable[[torch.device, Rolls], None]] = {}
 """By device type: what rolls many states of one device at once. A backend adds itself with its kernels."""
 
 
-class Batch(NamedTuple):
-    """The rolls of a commit, for those that come with everything where it lay."""
+class Batch:
+    """The steps of a commit of whole sheets: prepared once, good as long as the states are what they were."""
 
-    device: torch.device
-    rolls: list[Roll]
+    __slots__ = (
+        "bases", "cells", "device", "fields", "lock", "makers", "others", "places", "rolls", "states",
+    )  # fmt: skip
 
-    def roll(self, observed: dict[DelayedState, Observation]) -> None:
-        """Roll these states, which have the batch's key."""
-        UPDATES[self.device.type](self.device, self.rolls)
-        _increment_versions([b for s in observed for b in s.__dict__["_buffers"].values()])
-        for state in observed:
-            state.__dict__["version"] += 1
+    def __init__(self, sheets: Sequence[Sheet], device: torch.device) -> None:
+        # Alive, so that their ids are theirs; the first is, since it holds this, and states are not to live in circles.
+        self.others = tuple(s for s in sheets if s is not sheets[0])
+        self.device = device
+        self.states: list[DelayedState] = []
+        self.cells: list[tuple[int, int]] = []  # of all rolls: which sheet's block, and the offset
+        self.rolls = Rolls()
+        self.bases: list[int] = []
+        self.lock = threading.Lock()
+
+    def fill(self, sheets: Sequence[Sheet]) -> bool:
+        """Collect the steps of the sheets' states; False if a kernel does not take one of them."""
+        found: dict[DelayedState, list[tuple[int, int]]] = {}
+        for i, sheet in enumerate(sheets):
+            for state, seen, offset in zip(sheet.states, sheet.seen, sheet.offsets, strict=True):
+                formula, maker = state.formula, state.maker
+                if formula is None or not _current(formula, seen, maker):
+                    return False
+                found.setdefault(state, []).append((i, offset))
+        for state, cells in found.items():
+            if len(cells) > MOST_CELLS:
+                return False
+            scale, history, steps = state.__dict__["_buffers"].values()
+            if scale.device != self.device or not state.formula.fits(state.maker, history):  # type: ignore[union-attr]
+                return False
+            places = (scale.data_ptr(), history.data_ptr(), steps.data_ptr())
+            self.rolls.items.append(Roll(*places, 0, state.formula, len(cells)))  # type: ignore[arg-type]
+            self.cells += cells
+        self.states = [*found]
+        self.makers = [s.maker for s in self.states]
+        self.fields = [s.__dict__ for s in self.states]
+        self.places = list(map(_place, self._buffers()))
+        return True
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [*chain.from_iterable(map(_items, map(_tables, self.states)))]
+
+    def roll(self, blocks: Sequence[tuple[Any, torch.Tensor]]) -> bool:
+        """Roll by the amaxes in these blocks; False, and nothing done, if a state is not what it was."""
+        buffers = self._buffers()
+        update = UPDATES.get(self.device.type)
+        if (
+            list(map(_place, buffers)) != self.places
+            or list(map(_maker, self.states)) != self.makers
+            or update is None
+        ):
+            return False
+        bases = [block.data_ptr() for _, block in blocks]
+        with self.lock:
+            if bases != self.bases:
+                self.rolls.amaxes = [bases[i] + offset for i, offset in self.cells]
+                self.bases = bases
+            update(self.device, self.rolls)
+        _increment_versions(buffers)
+        for fields in self.fields:
+            fields["version"] += 1
+        return True
 
 
-BATCHES: dict[tuple[int, ...], Batch] = {}
-MOST_BATCHES = 256
+_place = torch.Tensor.data_ptr
+_items = dict.values
+_maker, _tables = attrgetter("maker"), attrgetter("_buffers")
+MOST_BATCHES = 16  # that begin with one sheet
 
 
-def key_of(observed: dict[DelayedState, Observation]) -> tuple[int, ...] | None:
-    """Everything that the rolls of a commit are made of, None if some state was not rolled like this before.
-
-    A batch keeps its formulas alive, so their ids are theirs as long as it is known.
-    """
-    found: list[int] = []
-    for state, seen in observed.items():
-        fields = state.__dict__
-        formula = fields["formula"]
-        if seen.when is not None or not _current(formula, seen, fields["maker"]):
-            return None
-        scale, history, steps = fields["_buffers"].values()
-        found += (
-            id(formula),
-            scale.data_ptr(),
-            history.data_ptr(),
-            history.numel(),
-            steps.data_ptr(),
-            len(seen.cells),
-        )
-        amaxes = _addresses(seen, scale.device)
-        if amaxes is None:
-            return None
-        found += amaxes
-    return tuple(found)
+def again(sheets: Sequence[tuple[Sheet, torch.Tensor]]) -> bool:
+    """Roll states whose sheets were committed together before; False for others."""
+    batch = sheets[0][0].batches.get(_key(sheets))
+    return batch is not None and batch.roll(sheets)
 
 
-def again(observed: dict[DelayedState, Observation], key: tuple[int, ...] | None) -> bool:
-    """Roll states that were rolled together before, and whose numbers lie where they lay; False for others."""
-    batch = None if key is None else BATCHES.get(key)
-    if batch is None or batch.device.type not in UPDATES:
-        return False
-    batch.roll(observed)
-    return True
+def remember(sheets: Sequence[tuple[Sheet, torch.Tensor]]) -> None:
+    """Prepare the next commit of these sheets, which has just been done for the first time as they are."""
+    device = sheets[0][1].device
+    if device.type not in UPDATES or any(b.device != device for _, b in sheets):
+        return
+    mine, known = [s for s, _ in sheets], sheets[0][0].batches
+    made = Batch(mine, device)
+    if made.fill(mine):
+        if len(known) >= MOST_BATCHES:
+            known.clear()
+        known[_key(sheets)] = made
 
 
-def roll_on_device(
-    observed: dict[DelayedState, Observation], key: tuple[int, ...] | None
-) -> dict[DelayedState, Observation]:
-    """Roll the states that a kernel can; returns the others. `key`: what to remember the rolls by."""
+def _key(sheets: Sequence[tuple[Sheet, torch.Tensor]]) -> tuple[int, ...]:
+    return tuple([id(sheet) for sheet, _ in sheets])
+
+
+def roll_on_device(observed: dict[DelayedState, Observation]) -> dict[DelayedState, Observation]:
+    """Roll the states that a kernel can; returns the others."""
     left: dict[DelayedState, Observation] = {}
-    rolls: dict[torch.device, list[Roll]] = {}
+    rolls: dict[torch.device, Rolls] = {}
     written: list[torch.Tensor] = []
     rolled: list[tuple[dict[str, Any], Formula]] = []
     for state, seen in observed.items():
-        made = _roll_of(state, seen)
-        if made is None:
+        found = _roll_of(state, seen)
+        if found is None:
             left[state] = seen
             continue
-        buffers = state.__dict__["_buffers"].values()
-        rolls.setdefault(state.scale.device, []).append(made)
-        written += buffers
+        made, amaxes = found
+        together = rolls.setdefault(state.scale.device, Rolls())
+        together.items.append(made)
+        together.amaxes += amaxes
+        written += state.__dict__["_buffers"].values()
         rolled.append((state.__dict__, made.formula))
     for device, together in rolls.items():
-        UPDATES[device.type](device, together)
-        if key is not None and len(together) == len(observed):
-            if len(BATCHES) >= MOST_BATCHES:
-                BATCHES.clear()
-            BATCHES[key] = Batch(device, together)
+        UPDATES[device.type](device, _known(device, together))
     if written:
         _increment_versions(written)
     for fields, formula in rolled:
@@ -149,8 +209,32 @@ def roll_on_device(
     return left
 
 
-def _roll_of(state: DelayedState, seen: Observation) -> Roll | None:
-    """The step of one state, None where no kernel takes it."""
+_KNOWN: dict[tuple[Any, ...], Rolls] = {}
+MOST_KNOWN = 64
+
+
+def _known(device: torch.device, rolls: Rolls) -> Rolls:
+    """The rolls of an earlier commit that were equal, with what was prepared for them, else these.
+
+    They keep their formulas alive, so the ids of these are theirs as long as they are known.
+    """
+    parts = [(*r[:4], id(r.formula), r.amaxes) for r in rolls.items]
+    key = (device, *chain.from_iterable(parts), *rolls.amaxes)
+    found = _KNOWN.get(key)
+    if found is None:
+        if len(_KNOWN) >= MOST_KNOWN:
+            _KNOWN.clear()
+        found = _KNOWN[key] = rolls
+    return found
+
+
+def forget() -> None:
+    """Drop what was prepared for rolls; for tests."""
+    _KNOWN.clear()
+
+
+def _roll_of(state: DelayedState, seen: Observation) -> tuple[Roll, list[int]] | None:
+    """The step of one state and where its amaxes lie; None where no kernel takes it."""
     fields = state.__dict__  # not through nn.Module, which looks for parameters and buffers
     formula = fields["formula"]
     scale, history, steps = fields["_buffers"].values()
@@ -164,10 +248,11 @@ def _roll_of(state: DelayedState, seen: Observation) -> Roll | None:
     if amaxes is None:
         return None
     when = 0 if seen.when is None else seen.when.data_ptr()
-    return Roll(scale.data_ptr(), history.data_ptr(), steps.data_ptr(), when, formula, amaxes)
+    places = (scale.data_ptr(), history.data_ptr(), steps.data_ptr())
+    return Roll(*places, when, formula, len(amaxes)), amaxes
 
 
-def _current(formula: Formula | None, seen: Observation, maker: Any) -> bool:
+def _current(formula: Formula | None, seen: Observation | Seen, maker: Any) -> bool:
     """Whether the formula of a state's last step is that of this one."""
     return (
         formula is not None
@@ -179,9 +264,9 @@ def _current(formula: Formula | None, seen: Observation, maker: Any) -> bool:
 
 def _increment_versions(written: list[torch.Tensor]) -> None:
     try:
-        torch.autograd.graph.increment_version(written)
+        torch._C._increment_version(written)
     except RuntimeError:  # a tensor of inference mode has none
-        torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
+        torch._C._increment_version([t for t in written if not t.is_inference()])
 
 
 def _addresses(seen: Observation, device: torch.device) -> list[int] | None:

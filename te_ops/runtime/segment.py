@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,20 +18,21 @@ from te_ops.runtime import main_grad
 from te_ops.runtime.loads import (
     Call,
     Fetch,
+    Getter,
+    Places,
+    States,
     buffer_getter,
     entry,
     exit_of,
     fetch,
-    forward_scale_getter,
     root_of,
     scalar_getter,
     scale_getter,
-    state_finder,
     update,
 )
 from te_ops.runtime.replay import Link, Tape, addresses_of, link
 from te_ops.runtime.saved import Layout, flatten
-from te_ops.runtime.state import BackwardCommit, Observation, Seen, observe
+from te_ops.runtime.state import BackwardCommit, Seen, Sheet, observe, observe_sheet
 from te_ops.runtime.tape import COPIES, recording
 from te_ops.runtime.transcript import Operand, Origin, Recorded, Wanted
 
@@ -42,7 +43,7 @@ class Made(NamedTuple):
     outs: list[Any]
     carriers: list[torch.Tensor]  # to save for backward, and how values lie in them
     layout: Layout | None  # None: the values are the carriers
-    cells: list[Any]  # observed amaxes
+    cells: Any  # observed amaxes: a list, or the block of a tape in which they lie
     updates: list[Any]
 
 
@@ -70,7 +71,7 @@ class SegmentRunner:
         self.tensor_loads = tuple(
             (positions[leaf], slot) for leaf, slot in self.forward.loads if leaf in positions
         )
-        self.other_loads = self.getters(self.forward.loads, resolve, forward=True)
+        self.other_loads = self.getters(self.forward.loads, resolve, states)
         self.observed = tuple(
             (states[use.path, use.state], use, slot) for use, slot in self.forward.observed
         )
@@ -90,6 +91,7 @@ class SegmentRunner:
         self.taken = tuple(position for position, _ in self.tensor_loads)
         self.writes = bool(self.observed or self.updates)
         self.recorded = Recorded(self.forward.unrecorded)
+        self.sheets = _Sheets(self.observed, self.recorded)
         self.specs: Any = None  # of the outputs
         self.alone = False  # the plan's only segment: what wants gradients is in the key
         self.differentiable: bool | None = None
@@ -110,31 +112,23 @@ class SegmentRunner:
         self,
         loads: Sequence[tuple[Leaf, int]],
         resolve: Callable[[str], nn.Module | None],
-        *,
-        forward: bool,
-    ) -> tuple[tuple[Callable[[Call], Any], int], ...]:
+        states: Mapping[tuple[str, str], int],
+    ) -> tuple[tuple[Getter, int], ...]:
         """What reads the leaves that are no differentiable tensors, with their slots."""
-        made: list[tuple[Callable[[Call], Any], int]] = []
+        made: list[tuple[Getter, int]] = []
         for leaf, slot in loads:
             if leaf.kind == "seed":
-                made.append((lambda call: call.seed, slot))
+                made.append((lambda call, states: call.seed, slot))
             elif leaf.kind == "scalar":
                 made.append((scalar_getter(resolve(leaf.path), leaf.name), slot))
             elif leaf.kind == "buffer":
-                made.append((self._buffer_getter(leaf, resolve, forward), slot))
+                use = self.state_uses.get((leaf.path, leaf.name))
+                if use is None:
+                    made.append((buffer_getter(resolve(leaf.path), leaf.name), slot))
+                else:
+                    at = states[use.path, use.state]
+                    made.append((scale_getter(at, use.config, use.fp8_max), slot))
         return tuple(made)
-
-    def _buffer_getter(
-        self, leaf: Leaf, resolve: Callable[[str], nn.Module | None], forward: bool
-    ) -> Callable[[Call], Any]:
-        use = self.state_uses.get((leaf.path, leaf.name)) if leaf.name.endswith(".scale") else None
-        if use is None:
-            return buffer_getter(resolve(leaf.path), leaf.name)
-        at = self.states.get((use.path, use.state)) if forward else None
-        if at is not None:
-            return forward_scale_getter(at, use.config, use.fp8_max)
-        find = state_finder(resolve(leaf.path), use.state, use.config.amax_history_len)
-        return scale_getter(find, use.config, use.fp8_max)
 
     @property
     def state_uses(self) -> dict[tuple[str, str], StateUse]:
@@ -147,7 +141,7 @@ class SegmentRunner:
         """Run the forward steps; observe afterwards, so that a failure leaves no trace."""
         operands = [tensors[p] for p in self.taken]
         if self.other_loads:
-            operands += [get(call) for get, _ in self.other_loads]
+            operands += [get(call, call.states) for get, _ in self.other_loads]
         tape = self.recorded.tape if call.taped else None
         made = None
         if (
@@ -167,10 +161,22 @@ class SegmentRunner:
 
     def _write(self, call: Call, made: Made) -> None:
         """What is written if the whole call succeeds."""
-        if made.cells:
-            call.done.append(partial(_observe, call, self.observed, made.cells))
+        if self.observed:
+            call.done.append(partial(self._observe, call, made.cells))
         for (module, name, _, rule), value in zip(self.updates, made.updates, strict=True):
             call.done.append(partial(update, root_of(call, module), name, value, rule))
+
+    def _observe(self, call: Call, cells: Any) -> None:
+        """Hand what was observed to the call's region."""
+        assert call.region is not None
+        into, group = call.region.observed, call.frame.group if call.frame is not None else None
+        if type(cells) is list:
+            for (at, use, _), cell in zip(self.observed, cells, strict=True):
+                if cell is not None:  # else of a weight whose copy was there: observed when made
+                    seen = Seen(use.config, use.fp8_max, group)
+                    observe(into, call.states[at], cell, seen)
+            return
+        observe_sheet(into, self.sheets.of(call.states, group), cells)
 
     def _launch(self, call: Call, operands: list[Any], save: bool) -> Made:
         bound, segment = self.forward, self.segment
@@ -198,6 +204,7 @@ class SegmentRunner:
             )
             given = _operands(operands, self.origins)
             self.recorded.learn(recorder, given, wanted, call.device)
+            self.sheets.last = None
             self.copies = copy is not None
             self.dense = all(isinstance(x, torch.Tensor) for x in operands)
         else:
@@ -225,12 +232,12 @@ class SegmentRunner:
             addresses = addresses_of(operands, tape.expected)
             if addresses is None:
                 return None
-        outs, cells, carriers = tape.replay(addresses, operands)
+        outs, numbers, carriers = tape.replay(addresses, operands)
         updates: list[Any] = []
         if self.updates:
             count = len(self.forward.results)
             outs, updates = outs[:count], outs[count:]
-        return Made(outs, carriers, tape.layout, cells, updates)
+        return Made(outs, carriers, tape.layout, numbers, updates)
 
     def frozen_tensors(self, op: nn.Module | None) -> list[torch.Tensor]:
         """The parameters that the prologue of the forward reads, in its order."""
@@ -298,20 +305,20 @@ class BackwardRunner:
         self.grads = tuple(
             (leaf.index, slot) for leaf, slot in made.bound.loads if leaf.kind == "grad"
         )
-        self.others = runner.getters(made.bound.loads, runner.resolve, forward=False)
+        loads = {(leaf.path, leaf.name) for leaf, _ in made.bound.loads}
+        uses = [use for slot, use in runner.state_uses.items() if slot in loads]
+        uses += [use for use, _ in made.bound.observed]
+        table = {(u.path, u.state): u.config.amax_history_len for u in uses}
+        at = {place: i for i, place in enumerate(table)}
+        self.states = Places([(runner.resolve(p), name, n) for (p, name), n in table.items()])
+        self.others = runner.getters(made.bound.loads, runner.resolve, at)
         slots = {slot for leaf, slot in made.bound.loads if leaf.name.endswith(".main_grad")}
         self.totals = tuple(
             i for i, (_, slot) in enumerate(self.others, len(self.grads)) if slot in slots
         )
-        self.observed = tuple(
-            (
-                state_finder(runner.resolve(use.path), use.state, use.config.amax_history_len),
-                Seen(use.config, use.fp8_max, None),
-                slot,
-            )
-            for use, slot in made.bound.observed
-        )
+        self.observed = tuple((at[u.path, u.state], u, slot) for u, slot in made.bound.observed)
         self.recorded = Recorded(self.bound.unrecorded)
+        self.sheets = _Sheets(self.observed, self.recorded)
         kinds = runner.segment.saved_leaf
         self.origins = tuple(_ORIGINS.get(kinds[pick], Origin.MADE) for pick in made.picks)
         self._links: dict[Layout | None, Link | None] = {}
@@ -321,38 +328,49 @@ class BackwardRunner:
     ) -> tuple[Any, ...]:
         """Gradients of the differentiable leaves, None where none is needed."""
         given = [dys[index] for index, _ in self.grads]
-        given += [get(call) for get, _ in self.others]
-        totals = [
-            given[i] for i in self.totals
-        ]  # main_grads; added to in a copy where they lie badly
-        for i in self.totals:
-            given[i] = entry(given[i])
-        used = [given[i] for i in self.totals]
+        states = self.states.find(call.op, call.device) if self.states.wanted else ()
+        given += [get(call, states) for get, _ in self.others]
+        totals = self._totals(given) if self.totals else ()
         tape, done = self.recorded.tape if call.taped else None, None
         if tape is not None and tape.ready():
             done = self._replay(tape, layout, carriers, given)
         if done is None:
             done = self._launch(call, layout, carriers, [entry(x) for x in given])
-        for total, made in zip(totals, used, strict=True):
+        for total, made in totals:
             if made is not total:
                 total.copy_(made)
         results, cells = done
         if self.observed:
-            self._observe(call, cells)
+            self._observe(call, states, cells)
         return results
 
-    def _observe(self, call: Call, cells: Sequence[Any]) -> None:
+    def _totals(self, given: list[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each main_grad, with what is added to in its place: a copy where it lies badly."""
+        found = [(i, given[i], entry(given[i])) for i in self.totals]
+        for i, _, used in found:
+            given[i] = used
+        return [(total, used) for _, total, used in found]
+
+    def _observe(self, call: Call, states: States, cells: Any) -> None:
+        """Hand what was observed to the backward that runs, or to the region where that takes it."""
         frame = call.frame
         group, kept = (None, None) if frame is None else (frame.group, frame.region.gradients)
-        found = [
-            (find(call), cell, seen if group is None else seen._replace(group=group))
-            for (find, seen, _), cell in zip(self.observed, cells, strict=True)
-        ]
-        if kept is None:
-            BackwardCommit.observe(call.task, found)
+        if type(cells) is list:
+            found = [
+                (states[at], cell, Seen(use.config, use.fp8_max, group))
+                for (at, use, _), cell in zip(self.observed, cells, strict=True)
+            ]
+            if kept is None:
+                BackwardCommit.observe(call.task, found)
+            else:
+                for item in found:
+                    observe(kept, *item)
             return
-        for state, cell, seen in found:
-            observe(kept, state, cell, seen)
+        sheet = self.sheets.of(states, group)
+        if kept is None:
+            BackwardCommit.observe_sheet(call.task, sheet, cells)
+        else:
+            observe_sheet(kept, sheet, cells)
 
     def _launch(
         self, call: Call, layout: Layout | None, carriers: list[torch.Tensor], given: list[Any]
@@ -375,6 +393,7 @@ class BackwardRunner:
                 observed=[slots[slot] for *_, slot in self.observed],
             )
             self.recorded.learn(recorder, operands, wanted, call.device)
+            self.sheets.last = None
             self._links = {}
         else:
             picked.clear()
@@ -385,26 +404,47 @@ class BackwardRunner:
 
     def _replay(
         self, tape: Tape, layout: Layout | None, carriers: list[torch.Tensor], given: list[Any]
-    ) -> tuple[tuple[Any, ...], list[Any]] | None:
-        if layout not in self._links:
-            self._links[layout] = link(tape, layout, len(carriers), self.made.picks)
-        linked = self._links[layout]
+    ) -> tuple[tuple[Any, ...], Any] | None:
+        try:
+            linked = self._links[layout]
+        except KeyError:
+            linked = self._links[layout] = link(tape, layout, len(carriers), self.made.picks)
         start = None if linked is None else linked.addresses(carriers)
         if linked is None or start is None:
             return None
-        expected = tape.expected[len(start) :]
         plain = all([type(x) is torch.Tensor for x in given])  # noqa: C419  (a generator costs more)
-        tail = addresses_of(given, expected) if plain else None
+        tail = addresses_of(given, linked.rest) if plain else None
         if tail is None:
             given = _flat([entry(x) for x in given])
-            tail = addresses_of(given, expected)
+            tail = addresses_of(given, linked.rest)
             if tail is None:
                 return None
         passed: list[Any] = []
         if tape.passed:
             passed = [*linked.operands(tape, carriers), *given]
-        results, cells, _ = tape.replay(start + tail, passed)
-        return tuple(results), cells
+        results, numbers, _ = tape.replay(start + tail, passed)
+        return tuple(results), numbers
+
+
+class _Sheets:
+    """The sheet that the calls of a tape hand over: the last one, as long as states and group are the same."""
+
+    def __init__(self, observed: Sequence[tuple[int, StateUse, int]], recorded: Recorded) -> None:
+        self.observed, self.recorded = observed, recorded
+        self.last: tuple[States, Sheet] | None = None
+
+    def of(self, states: States, group: Any) -> Sheet:
+        """For a call with these states, which come as one tuple as long as they are the same."""
+        last = self.last
+        if last is not None and last[0] is states and last[1].group is group:
+            return last[1]
+        tape = self.recorded.tape
+        assert tape is not None
+        used = [(use.config, use.fp8_max) for _, use, _ in self.observed]
+        seen = tuple([states[at] for at, _, _ in self.observed])
+        made = Sheet(seen, used, tape.observed, group)
+        self.last = states, made
+        return made
 
 
 _ORIGINS = {"param": Origin.PARAMETER, "input": Origin.INPUT}
@@ -427,20 +467,6 @@ def _flat(values: Sequence[Any]) -> list[torch.Tensor]:
         elif isinstance(value, Record):
             flat.extend(value.tensors())
     return flat
-
-
-def _observe(call: Call, used: Sequence[tuple[int, StateUse, int]], cells: Sequence[Any]) -> None:
-    """Forward observations of one segment."""
-    assert call.region is not None
-    observed, group = call.region.observed, call.frame.group if call.frame is not None else None
-    for (at, use, _), cell in zip(used, cells, strict=True):
-        if cell is None:  # of a weight whose copy was there: observed when it was made
-            continue
-        state = call.states[at]
-        if state in observed:
-            observe(observed, state, cell, Seen(use.config, use.fp8_max, group))
-        else:
-            observed[state] = Observation(cell, use.config, use.fp8_max, group)
 
 
 # Hooks that take what is saved: they get the values one by one, and torch's checkpoint the same ones again.

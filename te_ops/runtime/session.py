@@ -16,20 +16,21 @@ from te_ops.runtime.graphs import Graphed
 
 
 def step() -> int:
-    """A step boundary: kernels that became ready during a step take effect now, on every rank that calls it.
+    """A step boundary: kernels that became ready during a step take effect now, on all ranks or on none.
 
-    A plan never changes after it was made; call this where no backward is pending, at the same place on all ranks.
-    Returns how many rules and kernels took effect.
+    A plan never changes after it was made; call this where no backward is pending, at the same place on all ranks of
+    the default process group (now and then they agree here, without a device). A single process need not call it:
+    the step of an optimizer is a boundary too. Returns how many rules and kernels took effect.
     """
-    return REGISTRY.boundary()
+    return REGISTRY.boundary(together=True)
 
 
 def warmup(model: nn.Module, *samples: Any, passes: int = 3) -> None:
     """Plan, compile and load everything for these shapes, and let libraries prepare themselves.
 
     Each sample is a tensor or a tuple of arguments; forward and, in grad mode, backward run `passes` times under the
-    autocast in force. States, gradients, buffers and random numbers stay as they are. It is a step boundary, as
-    `te.step()` is. A graphed model is captured for these samples too.
+    autocast in force. States, gradients, buffers and random numbers stay as they are. It is a step boundary of this
+    process alone; kernels that have to be compiled are waited for. A graphed model is captured for these samples too.
 
     Raises:
         PlanError: no module, no sample, or no tensor in one; with gradients, an op that adds them to `main_grad`.
@@ -46,7 +47,8 @@ def warmup(model: nn.Module, *samples: Any, passes: int = 3) -> None:
                 f"warmup: {path or type(op).__name__} adds gradients to main_grad, which its passes would write; warm "
                 "up under torch.no_grad(), or run a step"
             )
-    step()
+    with cap.marked():
+        REGISTRY.boundary()
     for sample in samples:
         args = sample if isinstance(sample, tuple) else (sample,)
         tensors = [a for a in args if isinstance(a, torch.Tensor)]

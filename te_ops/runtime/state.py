@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from te_ops.compiler.work import STATE_PREFIX
-from te_ops.context import Region
+from te_ops.context import Observed, Region
 from te_ops.errors import RecipeError
 from te_ops.graph import Phase
 from te_ops.op import Op
@@ -25,8 +26,16 @@ from te_ops.quantizers import (
     split_nonfinite,
 )
 from te_ops.recipe import DelayedScaling, Recipe, Role
-from te_ops.runtime.observed import Cell, Observation, Seen, observe
-from te_ops.runtime.rolls import UPDATES, Formula, Roll, again, formula_of, key_of, roll_on_device
+from te_ops.runtime.observed import Cell, Observation, Seen, Sheet, by_state, observe, observe_sheet
+from te_ops.runtime.rolls import (
+    UPDATES,
+    Formula,
+    Rolls,
+    again,
+    formula_of,
+    remember,
+    roll_on_device,
+)
 
 __all__ = [
     "UPDATES",
@@ -34,19 +43,24 @@ __all__ = [
     "Cell",
     "DelayedState",
     "Observation",
-    "Roll",
+    "Rolls",
     "Seen",
+    "Sheet",
+    "by_state",
     "commit",
     "commit_region",
     "load_state",
     "make_state",
     "observe",
+    "observe_sheet",
     "prepare",
     "registered",
+    "settle",
     "state_of",
 ]
 
-_KIND = STATE_PREFIX.partition(".")[2]
+KIND = STATE_PREFIX.partition(".")[2]
+"""The child of `quantizer` under which the states of an op are."""
 
 
 class DelayedState(nn.Module):
@@ -84,6 +98,8 @@ class DelayedState(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
+        if not self.version and not any(f"{prefix}{name}" in state_dict for name in self._buffers):
+            return  # no step has touched it: a module that was not prepared would not have it either
         history = state_dict.get(f"{prefix}amax_history")
         if history is not None and history.shape != self.amax_history.shape:
             self.amax_history = torch.zeros(
@@ -109,6 +125,7 @@ class DelayedState(nn.Module):
             margin=config.margin,
             algo=config.amax_compute_algo,
             scale_algo=_scale_algo(config),
+            pow2=config.use_power_2_scales,
         ).reshape(1)
 
     def advance(
@@ -130,6 +147,7 @@ class DelayedState(nn.Module):
                 margin=config.margin,
                 algo=config.amax_compute_algo,
                 scale_algo=_scale_algo(config),
+                pow2=config.use_power_2_scales,
             )
             if when is not None:
                 scale = torch.where(when, scale, self.scale)
@@ -168,7 +186,7 @@ def registered() -> list[DelayedState]:
 def state_of(op: nn.Module, operand: str) -> DelayedState | None:
     """The op's state for an operand, or None."""
     tree = op._modules.get("quantizer")
-    kind = tree._modules.get(_KIND) if tree is not None else None
+    kind = tree._modules.get(KIND) if tree is not None else None
     found = kind._modules.get(operand) if kind is not None else None
     return found if isinstance(found, DelayedState) else None
 
@@ -191,10 +209,10 @@ def make_state(
     if tree is None:
         tree = nn.Module()
         op._modules["quantizer"] = tree
-    kind = tree._modules.get(_KIND)
+    kind = tree._modules.get(KIND)
     if kind is None:
         kind = nn.Module()
-        tree._modules[_KIND] = kind
+        tree._modules[KIND] = kind
     with torch.inference_mode(
         False
     ):  # a first forward for validation must leave buffers that training can write
@@ -242,7 +260,21 @@ def prepare(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 def commit_region(region: Region) -> None:
     """Exit of the outermost autocast: every observed forward state rolls once."""
-    commit(region.observed, region.groups)
+    settle(region.observed, region.groups)
+
+
+def _reduces(item: tuple[Sheet, torch.Tensor]) -> bool:
+    return item[0].reduces
+
+
+def settle(observed: Observed, groups: Iterable[Any] = ()) -> None:
+    """Roll every state that was observed, once. Sheets that come together again find everything prepared."""
+    sheets = observed.sheets
+    if not sheets or observed.by_state or groups or any(map(_reduces, sheets)):
+        commit(by_state(observed), groups)
+    elif not again(sheets):
+        commit(by_state(observed))
+        remember(sheets)
 
 
 def commit(observed: dict[DelayedState, Observation], groups: Iterable[Any] = ()) -> None:
@@ -253,12 +285,7 @@ def commit(observed: dict[DelayedState, Observation], groups: Iterable[Any] = ()
     found = [o.group for o in observed.values() if o.group is not None and o.config.reduce_amax]
     for group in dict.fromkeys((*groups, *found)):
         _reduce(observed, group)
-    left = observed
-    if UPDATES:
-        key = key_of(observed)
-        if again(observed, key):
-            return
-        left = roll_on_device(observed, key)
+    left = roll_on_device(observed) if UPDATES else observed
     alike: dict[Any, list[tuple[DelayedState, Observation]]] = {}
     for state, seen in left.items():
         alike.setdefault(_batch_key(state, seen), []).append((state, seen))
@@ -295,6 +322,7 @@ def _advance_together(items: list[tuple[DelayedState, Observation]]) -> None:
             fp8_max=fp8_max,
             margin=config.margin,
             algo=config.amax_compute_algo,
+            pow2=config.use_power_2_scales,
         )
         torch._foreach_copy_([s.scale for s in states], [s.reshape(1) for s in scale.unbind()])
         torch._foreach_copy_([s.amax_history for s in states], list(history.unbind(1)))
@@ -341,7 +369,7 @@ class BackwardCommit:
     A backward that was aborted never ends: what it observed is never committed.
     """
 
-    _pending: ClassVar[dict[int, dict[DelayedState, Observation]]] = {}  # by outermost graph task
+    _pending: ClassVar[dict[int, Observed]] = {}  # by outermost graph task
     _roots: ClassVar[dict[int, int]] = {}  # nested graph task -> outermost
     _lock: ClassVar[Any] = threading.Lock()
     _kept: ClassVar[int] = 32  # observations of aborted backwards
@@ -354,36 +382,46 @@ class BackwardCommit:
             cls._open(cls._roots.get(task, task))
 
     @classmethod
-    def _open(cls, root: int) -> dict[DelayedState, Observation]:
+    def _open(cls, root: int) -> Observed:
         found = cls._pending.get(root)
         if found is None:
-            found = cls._pending[root] = {}
+            found = cls._pending[root] = Observed()
             while len(cls._pending) > cls._kept:
                 cls._pending.pop(next(iter(cls._pending)))
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: cls._finish(root))
+            torch.autograd.Variable._execution_engine.queue_callback(partial(cls._finish, root))
         return found
 
     @classmethod
     def _finish(cls, root: int) -> None:
         with cls._lock:
             observed = cls._pending.pop(root, None)
-            for task in [t for t, r in cls._roots.items() if r == root]:
-                del cls._roots[task]
+            if cls._roots:
+                for task in [t for t, r in cls._roots.items() if r == root]:
+                    del cls._roots[task]
         if observed:
-            commit(observed)
+            settle(observed)
+
+    @classmethod
+    def _into(cls, outer: int) -> Observed:
+        """Where observations of the current backward go. The lock is held."""
+        task = torch._C._current_graph_task_id()
+        root = task if outer == -1 else cls._roots.get(outer, outer)
+        if root != task:
+            cls._roots[task] = root
+        return cls._open(root)
 
     @classmethod
     def observe(
-        cls,
-        outer: int,
-        found: Iterable[tuple[DelayedState, torch.Tensor | Cell, Seen | Observation]],
+        cls, outer: int, found: Iterable[tuple[DelayedState, torch.Tensor | Cell, Seen]]
     ) -> None:
         """Add observations of the current backward; `outer` is the one that its forward ran in, or -1."""
-        task = torch._C._current_graph_task_id()
         with cls._lock:
-            root = task if outer == -1 else cls._roots.get(outer, outer)
-            if root != task:
-                cls._roots[task] = root
-            into = cls._open(root)
+            into = cls._into(outer)
             for state, amax, seen in found:
                 observe(into, state, amax, seen)
+
+    @classmethod
+    def observe_sheet(cls, outer: int, sheet: Sheet, block: torch.Tensor) -> None:
+        """As `observe`, for all observations of a call at once."""
+        with cls._lock:
+            observe_sheet(cls._into(outer), sheet, block)

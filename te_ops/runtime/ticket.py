@@ -10,9 +10,10 @@ import torch
 from te_ops.context import Frame
 from te_ops.errors import PlanError
 from te_ops.runtime import capture as cap
+from te_ops.runtime import engines
 from te_ops.runtime.checkpoint import used
 from te_ops.runtime.executor import _refuse_second_order
-from te_ops.runtime.state import BackwardCommit
+from te_ops.runtime.state import BackwardCommit, Sheet
 
 
 class Owner(Protocol):
@@ -27,12 +28,12 @@ class Ticket:
     """One forward by replay, until its backward has run or nobody can run it any more."""
 
     def __init__(
-        self, owner: Owner, engine: cap.Engine, pair: cap.Pair, frame: Frame | None
+        self, owner: Owner, engine: engines.Engine, pair: cap.Pair, frame: Frame | None
     ) -> None:
         self.owner, self.engine, self.pair = owner, engine, pair
         self.group = frame.group if frame is not None else None
         self.done = False
-        self.seen: list[tuple[Any, Any, Any]] = []
+        self.seen: tuple[Sheet, torch.Tensor] | None = None
 
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy in, replay, copy out."""
@@ -58,7 +59,7 @@ class Ticket:
             if static is not None:
                 into.append(static)
                 given.append(dy)
-        seen: list[tuple[Any, Any, Any]] = []
+        seen = None
         with self.engine.turn(pair.inputs[0].device):
             if None in map(_kind_of, given):
                 for static in (s for s, dy in zip(into, given, strict=True) if dy is None):
@@ -72,8 +73,8 @@ class Ticket:
             if pair.seen_back.states:
                 seen = pair.seen_back.fresh(self.group)
         self.done = True
-        if seen:
-            BackwardCommit.observe(-1, seen)
+        if seen is not None:
+            BackwardCommit.observe_sheet(-1, *seen)
         for ref, _ in pair.roots:
             used(ref())
         return grads

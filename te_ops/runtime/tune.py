@@ -29,7 +29,7 @@ from te_ops.runtime.cache import plan_for
 from te_ops.runtime.disk import locked, own_folder, put
 
 FORMAT = 1
-GAIN = 0.99  # a candidate must need at most this part of the first one's time
+GAIN = 0.99  # of trials whose candidates are alike: measurements of one differ by as much
 _WINDOW = 300.0  # us of work that one measurement takes at least
 _MOST = 50  # calls in one measurement
 
@@ -40,6 +40,7 @@ class Trial(Protocol):
     where: str  # device and library versions: what its measurements are valid for
     key: str  # the problem
     device: torch.device
+    gain: float  # a candidate must need at most this part of the default's time
 
     def candidates(self) -> list[str]:
         """Ways to run it, the default first; none where nothing can be chosen."""
@@ -131,7 +132,7 @@ def offer(trial: Trial) -> None:
 
 
 @contextlib.contextmanager
-def _collected() -> Iterator[list[Trial]]:
+def collected() -> Iterator[list[Trial]]:
     """What is offered inside, where every plan is made anew."""
     found: list[Trial] = []
     token = _OFFERED.set(found)
@@ -148,7 +149,7 @@ class _Seen(Exception):
 
 def _problems(model: nn.Module, inputs: Sequence[Any], recipe: Recipe | None) -> list[Trial]:
     """What the plans of one call offer. A pipeline of ops alone is planned only; another model is run forward once."""
-    with _collected() as found:
+    with collected() as found:
         region = autocast(enabled=recipe is not None, recipe=recipe)
         if isinstance(model, Op) and _only_ops(model):
             with region:
@@ -242,17 +243,32 @@ class Report:
         return "\n".join(map(str, self.problems)) or "no problem has a choice"
 
 
+def drawn(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers like those of a model: the power that a GEMM draws, and so its speed, depends on them."""
+    made = torch.empty(rows, k, dtype=dtype, device=device)
+    step = max(1, (64 << 20) // max(k, 1))
+    for start in range(0, rows, step):
+        part = made[start : start + step]
+        part.copy_(torch.randn(part.shape, device=device))
+    return made
+
+
+def timed(trial: Trial, names: Sequence[str], rounds: int) -> list[float]:
+    """Median us of some ways to run a problem, interleaved."""
+    on_cuda = trial.device.type == "cuda"
+    with torch.cuda.device(trial.device) if on_cuda else contextlib.nullcontext():
+        run = trial.start()
+        return _times([run(name) for name in names], rounds)
+
+
 def measured(trial: Trial, rounds: int) -> Tuned | None:
     """Time a problem's candidates; None where there is no choice."""
     names = trial.candidates()
     if not names:
         return None
-    on_cuda = trial.device.type == "cuda"
-    with torch.cuda.device(trial.device) if on_cuda else contextlib.nullcontext():
-        run = trial.start()
-        times = _times([run(name) for name in names], rounds)
+    times = timed(trial, names, rounds)
     best = min(range(len(names)), key=times.__getitem__)
-    if times[best] > GAIN * times[0]:
+    if times[best] > trial.gain * times[0]:
         best = 0
     return Tuned(trial.where, trial.key, names[best], len(names), times[0], times[best])
 

@@ -50,8 +50,9 @@ class Watched:
             (m._buffers, name)
             for _, m in modules
             for name, b in m._buffers.items()
-            if b is not None and not (isinstance(m, DelayedState) and name != "scale")
+            if b is not None and not isinstance(m, DelayedState)
         ]
+        self.scales = [m._buffers for _, m in modules if isinstance(m, DelayedState)]
         self.hooks = [
             (path, m.__dict__[name]) for path, m in modules for name in HOOKS if path or root_hooks
         ]
@@ -66,7 +67,7 @@ class Watched:
 
     def outdated(self) -> bool:
         """Whether an op has announced a change, or a module of others has other children."""
-        return self.epoch != Epoch.now or any(tuple(t.values()) != c for t, c in self.children)
+        return self.epoch != Epoch.now or any([tuple(t.values()) != c for t, c in self.children])  # noqa: C419  (a generator costs more)
 
     def hooked(self) -> str | None:
         """Where a hook is, since a replay would not run it."""
@@ -85,14 +86,15 @@ class Watched:
         """Everything of the modules that a recorded graph has taken in."""
         held = [table.get(name) for table, name in self.params]
         held += [table.get(name) for table, name in self.buffers]
-        try:
-            places: Any = (*map(_address, held), *map(_form, held))
+        scales: list[Any] = [table["scale"] for table in self.scales]
+        try:  # a scale is one FP32 number, wherever it lies
+            places: Any = (*map(_address, held), *map(_address, scales), *map(_form, held))
         except (
             AttributeError,
             RuntimeError,
             TypeError,
         ):  # one is gone, or has no storage of its own
-            places = tuple(map(_place, held))
+            places = tuple(map(_place, (*held, *scales)))
         return (
             places,
             self.structure,

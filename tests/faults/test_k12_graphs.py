@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import te_ops as te
-from te_ops.runtime import capture
+from te_ops.runtime import engines
 from tests.faults import cases
 from tests.faults.cases import Case
 from tests.runtime.graph_engine import Rerun
@@ -26,9 +26,9 @@ PAIRS = [
 
 @pytest.fixture
 def engine() -> Iterator[Rerun]:
-    capture.ENGINES["cpu"] = made = Rerun()
+    engines.ENGINES["cpu"] = made = Rerun()
     yield made
-    del capture.ENGINES["cpu"]
+    del engines.ENGINES["cpu"]
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])

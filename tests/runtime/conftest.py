@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from te_ops.runtime import capture
+from te_ops.runtime import engines
 from tests.runtime.graph_engine import Rerun
 
 
 @pytest.fixture
 def engine() -> Iterator[Rerun]:
     """Within the test, the CPU has graphs: recordings are run again."""
-    capture.ENGINES["cpu"] = made = Rerun()
+    engines.ENGINES["cpu"] = made = Rerun()
     yield made
-    del capture.ENGINES["cpu"]
+    del engines.ENGINES["cpu"]

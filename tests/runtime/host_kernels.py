@@ -106,16 +106,10 @@ def recordable(counter: Counter) -> Kernel:
             with unwatched():
                 for ours, theirs in zip(tensors, flat_of(results), strict=True):
                     ours.copy_(theirs)
-                # What the issue knows of its operands, without their memory.
+                # What the issue knows of its operands, without their memory; results lie as they were allocated.
                 shapes = [
-                    filled(
-                        v,
-                        [
-                            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
-                            for t in flat_of(v)
-                        ],
-                    )
-                    for v in (xs, results)
+                    filled(v, [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in of])
+                    for v, of in ((xs, flat_of(xs)), (results, tensors))
                 ]
             words = tuple(t.data_ptr() for t in (*flat_of(xs), *tensors))
             if tensors:

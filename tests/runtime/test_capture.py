@@ -10,7 +10,7 @@ from torch import nn
 
 import te_ops as te
 from te_ops.context import RECORDING
-from te_ops.runtime import capture
+from te_ops.runtime import engines
 from tests.runtime.cases import assert_same, mlp, state, twin
 from tests.runtime.graph_engine import Rerun, data
 
@@ -61,7 +61,7 @@ def test_gradients_of_parameters_that_are_kept_elsewhere_too(engine: Rerun, plac
             recorded[:] = found[0]
             return found
 
-    capture.ENGINES["cpu"] = Spy()
+    engines.ENGINES["cpu"] = Spy()
     model = Keeps(place)
     expected = torch.autograd.grad(model(data()).sum(), model.kept[0])[0]
     graphed = te.make_graphed(model)

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import te_ops as te
+from te_ops.backends.reference.kernels import bind_composed
+from te_ops.registry import REGISTRY, Call, Kernel, Launch
 from tests.runtime.cases import RECIPES, assert_same, gradients, mlp, state, twin
 
 WHERE = ("inside", "outside", "thread")
@@ -269,3 +271,26 @@ def test_validation_between_forward_and_backward_does_not_change_the_recompute()
             op(x)
     with te.autocast(recipe=te.recipe.MXFP8BlockScaling()):  # another recipe after the backward
         torch.utils.checkpoint.checkpoint(op, x, use_reentrant=False).sum().backward()
+
+
+@pytest.mark.parametrize("name", ["nonreentrant", "te_checkpoint", "te_recompute"])
+def test_a_recompute_runs_the_kernels_of_its_forward(name: str) -> None:
+    """One that comes between forward and backward rounds otherwise, and may save other values."""
+    ran: list[int] = []
+
+    def bind(call: Call) -> Launch:
+        launch = bind_composed(call)
+
+        def run(*xs: Any) -> Any:
+            ran.append(1)
+            return launch(*xs)
+
+        return run
+
+    model, x = mlp(), torch.randn(16, 32, requires_grad=True)
+    loss = WAYS[name](model)(x).sum()
+    with REGISTRY.temporary(Kernel(runs="gemm", name="late.gemm", bind=bind, priority=99)):
+        loss.backward()
+        assert not ran
+        model(x)
+        assert ran, "the next call takes it"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import te_ops as te
-from te_ops.runtime import capture
+from te_ops.runtime import engines
 from te_ops.runtime.state import registered
 from tests.runtime.cases import RECIPES, assert_same, gradients, mlp, state, step, twin
 from tests.runtime.graph_engine import Rerun, data
@@ -510,7 +510,7 @@ def test_models_and_their_graphs_die_with_their_last_reference(engine: Rerun) ->
         def record(self, body, pool, device):  # type: ignore[no-untyped-def]
             return body(), lambda: None
 
-    capture.ENGINES["cpu"] = Quiet()
+    engines.ENGINES["cpu"] = Quiet()
     gc.collect()
     gc.disable()
     try:

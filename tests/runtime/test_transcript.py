@@ -120,12 +120,12 @@ def test_cleared_words_are_cleared_together_and_first() -> None:
     )
     tape = build(recording_, given(x), Wanted([], observed=[other]), CPU)
     result = run(tape, x)
-    (cell,) = result.cells
-    numbers = cell.block
+    numbers, (offset,) = result.numbers, tape.observed
+    assert numbers is not None
     assert tape.blocks[0] == 2 * ALIGN
     assert clear.seen[0][1] == [numbers.data_ptr(), 2 * ALIGN // 4]
     assert [issue.clears for issue, *_ in tape.operations] == [True, False, False, True]
-    assert use.seen[1][1][1] == numbers.data_ptr() + cell.offset
+    assert use.seen[1][1][1] == numbers.data_ptr() + offset
 
 
 def test_saved_values_lie_in_one_block_and_operands_stay_what_they_are() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ COST = {"slow": 3.0, "fast": 1.0, "even": 2.99}
 class Trial:
     """A GEMM with named ways to run it."""
 
-    where, device = WHERE, torch.device("cpu")
+    where, device, gain = WHERE, torch.device("cpu"), tuning.GAIN
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -228,6 +229,27 @@ def test_a_folder_that_others_may_write_is_refused(folder: Path) -> None:
     folder.chmod(0o777)
     with pytest.raises(te.PlanError, match=r"can be written by others.*TE_OPS_TUNE_CACHE"):
         own_folder("TUNE_CACHE", "tune")
+
+
+def test_a_file_in_place_of_a_folder_is_refused(folder: Path) -> None:
+    folder.touch()
+    for make in (True, False):
+        with pytest.raises(te.PlanError, match=r"cannot be used.*TE_OPS_TUNE_CACHE.*or to off"):
+            own_folder("TUNE_CACHE", "tune", make=make)
+
+
+def test_a_cache_of_somebody_else_at_home_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TE_OPS_TUNE_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    there = tmp_path / ".cache"
+    assert own_folder("TUNE_CACHE", "tune", make=False) is None
+    there.mkdir()
+    access = os.access
+    monkeypatch.setattr("os.access", lambda p, mode: Path(p) != there and access(p, mode))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    assert own_folder("TUNE_CACHE", "tune") == tmp_path / f"temporary/te_ops-{os.getuid()}/tune"
 
 
 def test_looking_makes_no_folder(folder: Path) -> None:

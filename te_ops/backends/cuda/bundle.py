@@ -20,9 +20,10 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: a library may allocate its scrat
 class Graph:
     """An executable graph. `graph(stream)` launches it; one launch at a time, as the driver asks."""
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, handle: int, *, owned: bool = True) -> None:
         self._launch = functools.partial(_driver().cuGraphLaunch, handle)
-        self._destroy = functools.partial(_driver().cuGraphExecDestroy, handle)
+        if owned:
+            self._destroy = functools.partial(_driver().cuGraphExecDestroy, handle)
         self._lock = threading.Lock()
 
     def __call__(self, stream: int) -> None:
@@ -57,6 +58,10 @@ class Bundler:
         with self._lock:
             side = self._side(device.index, stream)
             return None if side is None else _record(side, calls)
+
+    def launcher(self, executable: int) -> Prepared:
+        """See the protocol."""
+        return Graph(executable, owned=False)
 
     def _side(self, index: int, stream: int) -> int | None:
         found = self._streams.get((index, stream))

@@ -6,11 +6,13 @@ import ctypes
 import functools
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from te_ops.backends.cuda import launch
-from te_ops.runtime.state import Roll
+from te_ops.runtime import rolls
+from te_ops.runtime.rolls import Roll, Rolls
 
 THREADS = 256
 SIZES = ((8, 8), (32, 64), (48, 112))
@@ -18,68 +20,78 @@ SIZES = ((8, 8), (32, 64), (48, 112))
 _WORDS = 8  # of a state
 
 
-def roll(device: torch.device, rolls: list[Roll]) -> None:
+def roll(device: torch.device, found: Rolls) -> None:
     """Roll the states of one device on its current stream."""
     if torch._C._cuda_getDevice() != device.index:
         with torch.cuda.device(device):
-            roll_on(arch_of(device.index), launch.stream_of(device.index), rolls)
+            roll_on(arch_of(device.index), launch.stream_of(device.index), found)
     else:
-        roll_on(arch_of(device.index), launch.stream_of(device.index), rolls)
+        roll_on(arch_of(device.index), launch.stream_of(device.index), found)
 
 
-def roll_on(arch: str, stream: int, rolls: list[Roll]) -> None:
-    """As `roll`, with the architecture and the stream given.
-
-    A commit that finds everything where it lay comes with the list of before: then everything is prepared.
-    """
-    place = (arch, stream, id(rolls))  # a list that comes again is not changed meanwhile
-    found = _LAST.get(place)
-    if found is None:
-        if len(_LAST) >= MOST_KEPT:
-            _LAST.clear()
-        found = _LAST[place] = (rolls, [_Launch(arch, part) for part in _parts(rolls)])
-    for made in found[1]:
-        made.call(stream)
+def roll_on(arch: str, stream: int, found: Rolls) -> None:
+    """As `roll`, with the architecture and the stream given."""
+    place = (arch, stream)  # threads with a stream of their own may come at the same time
+    made: list[_Launch] | None = found.prepared.get(place)
+    if made is None:
+        made = [_Launch(arch, found.items, part) for part in _parts(found)]
+        found.prepared[place] = made
+    amaxes = found.amaxes
+    for each in made:
+        each(stream, amaxes)
 
 
-MOST_KEPT = 256
-_LAST: dict[tuple[str, int, int], tuple[list[Roll], list[_Launch]]] = {}
+class _Part(NamedTuple):
+    """A launch's states and amaxes among all."""
+
+    states: slice
+    amaxes: slice
 
 
-def _parts(rolls: Sequence[Roll]) -> list[Sequence[Roll]]:
+def _parts(found: Rolls) -> list[_Part]:
     """As many launches as the sizes ask for."""
     most_states, most_amaxes = SIZES[-1]
-    made: list[Sequence[Roll]] = []
-    start = amaxes = 0
-    for i, item in enumerate(rolls):
-        if i - start == most_states or amaxes + len(item.amaxes) > most_amaxes:
-            made.append(rolls[start:i])
-            start, amaxes = i, 0
-        amaxes += len(item.amaxes)
-    return [*made, rolls[start:]]
+    made: list[_Part] = []
+    start = first = end = 0
+    for i, item in enumerate(found.items):
+        if i - start == most_states or end + item.amaxes - first > most_amaxes:
+            made.append(_Part(slice(start, i), slice(first, end)))
+            start, first = i, end
+        end += item.amaxes
+    return [*made, _Part(slice(start, len(found)), slice(first, end))]
 
 
 class _Launch:
-    """One launch with its words, which stay as they are."""
+    """One launch with its words; where the amaxes lie is written anew when that changes."""
 
-    def __init__(self, arch: str, rolls: Sequence[Roll]) -> None:
-        amaxes = [address for r in rolls for address in r.amaxes]
+    def __init__(self, arch: str, items: Sequence[Roll], part: _Part) -> None:
+        mine, self.part = items[part.states], part.amaxes
+        count = part.amaxes.stop - part.amaxes.start
         states, places = next(
-            (s, a) for s, a in SIZES if len(rolls) <= s and len(amaxes) <= a
+            (s, a) for s, a in SIZES if len(mine) <= s and count <= a
         )  # the last takes whatever `_parts` hands over
         words: list[int] = []
         first = 0
-        for scale, history, steps, when, f, found in rolls:
-            numbers, flags = _numbers(f.fp8_max, f.divisor), f.most_recent | first << 32
-            words += (scale, history, steps, when, f.length, numbers, flags, len(found))
-            first += len(found)
-        words += [0] * (_WORDS * (states - len(rolls)))
-        words += amaxes
-        words += [0] * (places - len(amaxes))
+        for scale, history, steps, when, f, found in mine:
+            numbers = _numbers(f.fp8_max, f.divisor)
+            flags = f.most_recent | f.pow2 << 1 | first << 32
+            words += (scale, history, steps, when, f.length, numbers, flags, found)
+            first += found
+        words += [0] * (_WORDS * (states - len(mine)) + places)
         self.memory = (ctypes.c_int64 * len(words))(*words)
-        view = memoryview(self.memory).cast("B").cast("q")
-        issue = _kernel(states, places, arch).blocks(len(rolls))
-        self.call = issue.prepare(view, ctypes.addressof(self.memory))
+        self.words = memoryview(self.memory).cast("B").cast("q")
+        self.first = _WORDS * states
+        self.amaxes: list[int] | None = None
+        issue = _kernel(states, places, arch).blocks(len(mine))
+        self.call = issue.prepare(self.words, ctypes.addressof(self.memory))
+
+    def __call__(self, stream: int, amaxes: list[int]) -> None:
+        """Launch on a stream with the amaxes of all rolls, a list that nobody changes."""
+        if amaxes is not self.amaxes:
+            for place, address in enumerate(amaxes[self.part], self.first):
+                self.words[place] = address
+            self.amaxes = amaxes
+        self.call(stream)
 
 
 @functools.cache
@@ -117,5 +129,5 @@ def text_of(states: int, amaxes: int) -> str:
 
 def forget() -> None:
     """Drop the kernels and launches that were made; for tests."""
-    _LAST.clear()
+    rolls.forget()
     _kernel.cache_clear()
