@@ -110,6 +110,98 @@ def _merge_heads_gradient(g: Graph, node: Node, dy: Value) -> tuple[Value]:
     return (g.call(SPLIT_HEADS, dy, heads=g.spec(node.inputs[0]).shape[-2]),)
 
 
+# -- heads of several kinds side by side, as one projection makes them
+
+Parts = tuple[tuple[int, int], ...]
+"""(heads, features of a head) of each part of a packed tensor, in order."""
+
+
+def width_of(parts: Parts) -> int:
+    """Features of a packed tensor."""
+    return sum(heads * size for heads, size in parts)
+
+
+def views_of(x: torch.Tensor, parts: Parts) -> list[torch.Tensor]:
+    """The parts of a packed tensor [..., sum h_i d_i], each [..., h_i, d_i], as views."""
+    pieces = torch.split(x, [heads * size for heads, size in parts], -1)
+    return [
+        piece.unflatten(-1, part)  # type: ignore[no-untyped-call]
+        for piece, part in zip(pieces, parts, strict=True)
+    ]
+
+
+def _unpack_infer(x: Spec, parts: Parts) -> tuple[Spec, ...]:
+    require(
+        len(x.shape) > 0 and x.shape[-1] == width_of(parts),
+        f"unpack_heads: {show(x.shape)} does not hold "
+        + " + ".join(f"{heads} heads of {size}" for heads, size in parts),
+    )
+    return tuple(x.like((*x.shape[:-1], *part)) for part in parts)
+
+
+@prim("unpack_heads", infer=_unpack_infer, n_out=2, nature="view")
+def UNPACK_HEADS(x: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, ...]:
+    """[..., sum h_i d_i] -> [..., h_i, d_i] of each part, whatever the strides."""
+    return tuple(views_of(x, parts))
+
+
+@gradient(UNPACK_HEADS)
+def _unpack_gradient(g: Graph, node: Node, *dys: Value | None) -> tuple[Value]:
+    filled = tuple(i for i, dy in enumerate(dys) if dy is not None)
+    parts = [dy for dy in dys if dy is not None]
+    return (g.call(PACK_HEADS, *parts, parts=node.parts, filled=filled),)
+
+
+def _pack_heads_infer(*xs: Spec, parts: Parts, filled: tuple[int, ...]) -> Spec:
+    require(len(xs) == len(filled) > 0, f"pack_heads: {len(xs)} parts for the places {filled}")
+    for x, place in zip(xs, filled, strict=True):
+        require(
+            x.shape == (*xs[0].shape[:-2], *parts[place]) and x.dtype is xs[0].dtype,
+            f"pack_heads: part {place} is {x.dtype} {show(x.shape)}, which does not fit beside "
+            f"{xs[0].dtype} {show(xs[0].shape)} with (heads, features) {parts}",
+        )
+    return xs[0].like((*xs[0].shape[:-2], width_of(parts)))
+
+
+@prim("pack_heads", infer=_pack_heads_infer, nature="placement")
+def PACK_HEADS(*xs: torch.Tensor, parts: Parts, filled: tuple[int, ...]) -> torch.Tensor:
+    """The inverse of unpack_heads: operand i fills part `filled[i]`, other parts are 0.
+
+    An attention that can write strided gradients writes straight into its parts instead.
+    """
+    shape = (*xs[0].shape[:-2], width_of(parts))
+    packed = xs[0].new_empty(shape) if len(filled) == len(parts) else xs[0].new_zeros(shape)
+    places = views_of(packed, parts)
+    for x, place in zip(xs, filled, strict=True):
+        places[place].copy_(x)
+    return packed
+
+
+@gradient(PACK_HEADS)
+def _pack_heads_gradient(g: Graph, node: Node, dy: Value) -> tuple[Value, ...]:
+    made = g.calls(UNPACK_HEADS, dy, parts=node.parts)
+    return tuple(made[place] for place in node.filled)
+
+
+def unpack_heads(g: Graph, x: Value, parts: Parts) -> tuple[Value, ...]:
+    """[..., sum h_i d_i] seen as one [..., h_i, d_i] a part; their gradients meet in one buffer.
+
+    Raises:
+        ShapeError: the parts do not make up the last dimension.
+    """
+    return g.calls(UNPACK_HEADS, x, parts=parts)
+
+
+def pack_heads(g: Graph, xs: tuple[Value, ...]) -> Value:
+    """Parts [..., h_i, d_i] beside each other in one [..., sum h_i d_i].
+
+    Raises:
+        ShapeError: their leading dimensions or dtypes differ.
+    """
+    parts = tuple((g.spec(x).shape[-2], g.spec(x).shape[-1]) for x in xs)
+    return g.call(PACK_HEADS, *xs, parts=parts, filled=tuple(range(len(xs))))
+
+
 def split(g: Graph, x: Value, sizes: tuple[int, ...], *, axis: int = -1) -> tuple[Value, ...]:
     """Slices of `x` along `axis` as views; their gradients meet in one buffer.
 
@@ -132,9 +224,16 @@ def merge_heads(g: Graph, x: Value) -> Value:
 __all__ = [
     "MERGE_HEADS",
     "PACK",
+    "PACK_HEADS",
     "SPLIT",
     "SPLIT_HEADS",
+    "UNPACK_HEADS",
+    "Parts",
     "merge_heads",
+    "pack_heads",
     "split",
     "split_heads",
+    "unpack_heads",
+    "views_of",
+    "width_of",
 ]

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 
 from te_ops.basic.arguments import indices, show, wide
+from te_ops.basic.heads import SPLIT_HEADS, UNPACK_HEADS, Parts, views_of, width_of
+from te_ops.basic.norm import L2NORM, LAYERNORM, RMSNORM
 from te_ops.basic.rope_scaling import Scaling, frequencies, scaling_of
 from te_ops.basic.sequences import packed_parts
 from te_ops.errors import PlanError, ShapeError
@@ -204,6 +206,58 @@ def _rope_gradient(g: Graph, node: Node, dy: Value) -> tuple[Value, None]:
     return back, None
 
 
+# -- the rotation of some of the heads that lie side by side in one tensor
+
+
+def _rope_heads_infer(
+    x: Spec, table: Spec, parts: Parts, turned: tuple[bool, ...], axis: int, **_: Any
+) -> Spec:
+    require(
+        len(parts) == len(turned) and len(x.shape) > 0 and x.shape[-1] == width_of(parts),
+        f"rope_heads: {show(x.shape)} does not hold (heads, features) {parts}, of which {turned} turn",
+    )
+    for part, turns in zip(parts, turned, strict=True):
+        if turns:
+            _rope_infer(x.like((*x.shape[:-1], *part)), table, False, False, axis)
+    return x.like()
+
+
+@prim("rope_heads", infer=_rope_heads_infer, cheap=True)
+def ROPE_HEADS(
+    x: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    parts: Parts,
+    turned: tuple[bool, ...],
+    interleaved: bool,
+    inverse: bool,
+    axis: int,
+) -> torch.Tensor:
+    """x [..., sum h_i d_i] with the heads of the parts marked `turned` rotated as ROPE does, the others as they are."""
+    packed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for piece, place, turns in zip(
+        views_of(x, parts), views_of(packed, parts), turned, strict=True
+    ):
+        place.copy_(ROPE.reference(piece, table, interleaved, inverse, axis) if turns else piece)
+    return packed
+
+
+@gradient(ROPE_HEADS)
+def _rope_heads_gradient(g: Graph, node: Node, dy: Value) -> tuple[Value, None]:
+    attrs = {**node.attrs, "inverse": not node.inverse}
+    return g.call(ROPE_HEADS, dy, node.inputs[1], **attrs), None
+
+
+_ROW_BY_ROW = frozenset({UNPACK_HEADS, SPLIT_HEADS, RMSNORM, LAYERNORM, L2NORM})
+
+
+def _length(g: Graph, x: Value, axis: int) -> Value:
+    """The sequence length, as that of what heads are taken from: the same for queries and keys, so one table."""
+    while g.node(x).prim in _ROW_BY_ROW:
+        x = g.node(x).inputs[0]
+    return g.dim(x, axis)
+
+
 def rope(
     g: Graph,
     x: Value,
@@ -234,9 +288,9 @@ def rope(
     if positions is not None:
         table = g.call(ROPE_TABLE_AT, positions, **attrs)
     elif isinstance(start, Scalar):
-        table = g.call(ROPE_TABLE, g.dim(x, axis), g.scalar(start), start=0, **attrs)
+        table = g.call(ROPE_TABLE, _length(g, x, axis), g.scalar(start), start=0, **attrs)
     else:
-        table = g.call(ROPE_TABLE, g.dim(x, axis), start=start, **attrs)
+        table = g.call(ROPE_TABLE, _length(g, x, axis), start=start, **attrs)
     return g.call(ROPE, x, table, interleaved=interleaved, inverse=False, axis=axis)
 
 
@@ -376,4 +430,13 @@ class RoPE(Op):
         return f"dim={self.dim}, base={self.base}" + (", interleaved" if self.interleaved else "")
 
 
-__all__ = ["ROPE", "ROPE_TABLE", "ROPE_TABLE_AT", "SEQUENCE_AXIS", "Layout", "RoPE", "rope"]
+__all__ = [
+    "ROPE",
+    "ROPE_HEADS",
+    "ROPE_TABLE",
+    "ROPE_TABLE_AT",
+    "SEQUENCE_AXIS",
+    "Layout",
+    "RoPE",
+    "rope",
+]

@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from te_ops.basic.heads import PACK, merge_heads, split, split_heads
+from te_ops.basic.heads import (
+    PACK,
+    PACK_HEADS,
+    merge_heads,
+    split,
+    split_heads,
+    unpack_heads,
+)
 from te_ops.errors import ShapeError
 from te_ops.graph import Graph, Value
 from te_ops.op import Op
@@ -116,3 +123,45 @@ def test_mistakes() -> None:
             x,
             torch.randn(3, 8),
         )
+
+
+PARTS = ((3, 4), (2, 4), (1, 6))
+
+
+def packed(g: Graph, *xs: Value) -> Value:
+    return g.call(PACK_HEADS, *xs, parts=PARTS, filled=(0, 1, 2))
+
+
+def test_heads_of_several_kinds_are_views_of_the_packed_tensor() -> None:
+    x = torch.randn(2, 5, 26)
+    parts = run(lambda g, v: unpack_heads(g, v, PARTS), x)
+    assert [tuple(p.shape) for p in parts] == [(2, 5, 3, 4), (2, 5, 2, 4), (2, 5, 1, 6)]
+    assert all(p.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for p in parts)
+    assert torch.equal(run(packed, *parts), x)
+
+
+@pytest.mark.parametrize("given", [(0, 1, 2), (0, 2), (1,)])
+def test_gradients_of_heads_meet_in_one_tensor(given: tuple[int, ...]) -> None:
+    x = torch.randn(2, 5, 26)
+    dys = [torch.randn(2, 5, *part) if i in given else None for i, part in enumerate(PARTS)]
+    _, (dx,) = run_backward(lambda g, v: unpack_heads(g, v, PARTS), [x], list(dys))
+    zeros = [torch.zeros(2, 5, *part) for part in PARTS]
+    filled = [z if dy is None else dy for dy, z in zip(dys, zeros, strict=True)]
+    assert torch.equal(dx, torch.cat([t.flatten(2) for t in filled], -1))
+
+
+def test_packing_splits_its_gradient() -> None:
+    xs = [torch.randn(2, *part) for part in PARTS]
+    dy = torch.randn(2, 26)
+    _, dxs = run_backward(packed, xs, [dy])
+    assert torch.equal(torch.cat([d.flatten(1) for d in dxs], -1), dy)
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(
+        ShapeError, match=r"does not hold 3 heads of 4 \+ 2 heads of 4 \+ 1 heads of 6"
+    ):
+        run(lambda g, v: unpack_heads(g, v, PARTS), torch.randn(2, 25))
+    with pytest.raises(ShapeError, match="does not fit beside"):
+        run(packed, torch.randn(2, 3, 4), torch.randn(2, 2, 4), torch.randn(2, 2, 6))
+    assert PACK_HEADS.nature == "placement"

@@ -14,7 +14,7 @@ from te_ops.cli.arms import arm
 from te_ops.cli.blocks import ModelSizes, language_model
 from te_ops.cli.decoding import decoding
 from te_ops.cli.models import LanguageModel
-from tests.layers.test_plans import HIDDEN, MOVES, saved, steps, transformer_engine
+from tests.layers.test_plans import HIDDEN, moves, saved, transformer_engine
 from tests.layers.test_plans import layer as llama_layer
 
 RECIPES = {
@@ -44,7 +44,7 @@ def test_a_layer_has_the_cpus_numbers(name: str) -> None:
     results: list[list[torch.Tensor]] = []
     for device in ("cpu", "cuda"):
         made = copy.deepcopy(op).to(device)
-        leaf = x.to(device).requires_grad_()
+        leaf = x.detach().to(device, copy=True).requires_grad_()
         recipe = RECIPES[name]
         for _ in range(2):  # delayed scaling has seen values at the second
             made.zero_grad()
@@ -60,16 +60,19 @@ def test_a_layer_has_the_cpus_numbers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
 def test_saved_bytes_and_copies(name: str) -> None:
-    """With the kernels of the device, the attention's FP8 output and the activation are rebuilt in backward."""
+    """With the kernels of the device, the attention's FP8 output and the activation are rebuilt in backward.
+
+    Under block scaling the activation is not: no kernel writes its blocks beside those of its gradient.
+    """
     op = llama_layer(device="cuda")
     x = torch.randn(2, 64, HIDDEN, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     with te.autocast(recipe=RECIPES[name]):
         plan: dict[str, Any] = op.plan(x).to_dict()
     kept = saved(plan)
     kept.pop("rope_table0", None)
-    assert sum(kept.values()) / transformer_engine(2 * 64) <= 0.86
-    assert not MOVES & set(steps(plan, "forward"))
-    assert [step for step in steps(plan, "backward") if step in MOVES] == ["pack"]
+    limit = 0.98 if name == "block" else 0.86
+    assert sum(kept.values()) / transformer_engine(2 * 64) <= limit
+    assert not [*moves(plan, "forward"), *moves(plan, "backward")]
 
 
 @pytest.mark.parametrize(
