@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import fnmatch
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,8 +52,9 @@ class Format(enum.Enum):
 class Role:
     """An operand of a primitive: what a recipe decides about.
 
-    `operand` is "input", "weight" or "grad_output" for GEMMs, "q", "k", "v", "do" for attention; `path` is the
-    op's path in the pipeline (`0`, `layers.3.fc1`).
+    `operand` is "input", "weight" or "grad_output" for GEMMs, "q", "k", "v", "do" for attention; where
+    its output may be quantized too, "o" of the prim "attention_fp8" is asked for. `path` is the op's path in the
+    pipeline (`0`, `layers.3.fc1`).
     """
 
     prim: str
@@ -67,7 +69,8 @@ class Role:
 
 
 _GRADIENT_OPERANDS = frozenset({"grad_output", "do", "dp"})
-_ATTENTION = frozenset({"attention", "attention_backward"})
+_ATTENTION = frozenset({"attention", "attention_backward", "attention_fp8"})
+_QUANTIZED = {"attention": ("q", "k", "v"), "attention_fp8": ("o",)}  # of FP8 attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,10 @@ class Recipe:
         """How the state of a stateful quantizer moves; None for stateless recipes."""
         return None
 
+    def keeps_quantized(self, role: Role) -> bool:
+        """Whether a quantized output that ends a pipeline is returned as a QuantizedTensor."""
+        return False
+
     def accumulation(self, phase: Phase) -> Accumulation:
         """How FP8 tensor cores sum: "fast" or "split" (two-level), by GEMM."""
         fprop, dgrad, wgrad = self.split_accumulator
@@ -127,11 +134,42 @@ class Recipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DelayedScaling(Recipe):
+class ScalingRecipe(Recipe):
+    """A recipe that may quantize attention too.
+
+    `fp8_dpa`: attention multiplies per-tensor E4M3 (docs/guide/attention), with scales of its own for q, k and v;
+    its backward is dense, on what the forward read. `fp8_mha`, which needs `fp8_dpa`: its output stays FP8 where it
+    leaves a pipeline, as a QuantizedTensor for the projection that follows. Both are off by default.
+    """
+
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fp8_mha and not self.fp8_dpa:
+            raise RecipeError(
+                f"{type(self).__name__}: fp8_mha=True keeps the output of FP8 attention in FP8; it needs fp8_dpa=True"
+            )
+
+    def keeps_quantized(self, role: Role) -> bool:
+        """The output of attention, with `fp8_mha`."""
+        return self.fp8_mha and role.prim == "attention_fp8"
+
+    def attention_quantizer(self, role: Role) -> Float8CurrentScalingQuantizer | None:
+        """That of an operand or the output of attention. Scales are powers of two, so that the 16-bit numbers that
+        backward reads are exactly those that forward multiplied."""
+        if not self.fp8_dpa or role.operand not in _QUANTIZED.get(role.prim, ()):
+            return None
+        return Float8CurrentScalingQuantizer(torch.float8_e4m3fn, force_pow_2_scales=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedScaling(ScalingRecipe):
     """Per-tensor FP8 with scales from the amax history of earlier steps (numbers: docs/guide/recipes).
 
     `amax_compute_algo`: "max", "most_recent" or f(history) -> amax; `scaling_factor_compute_algo`: None or
-    f(amax, old_scale, fp8_max, recipe) -> scale.
+    f(amax, old_scale, fp8_max, recipe) -> scale; `use_power_2_scales` rounds scales down to powers of two.
     """
 
     margin: int = 0
@@ -140,6 +178,7 @@ class DelayedScaling(Recipe):
     amax_compute_algo: str | Callable[..., Any] = "max"
     scaling_factor_compute_algo: Callable[..., Any] | None = None
     reduce_amax: bool = True
+    use_power_2_scales: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,20 +204,27 @@ class DelayedScaling(Recipe):
             )
 
     def quantizer(self, role: Role) -> Quantizer | None:
-        """Float8Quantizer in the format of the pass."""
+        """Float8Quantizer in the format of the pass; the output of attention has the scale of v."""
         if role.prim in _ATTENTION:
-            return None
+            made = self.attention_quantizer(role)
+            return made if made is None or role.operand == "o" else Float8Quantizer(made.dtype)
         return Float8Quantizer(
             self.fp8_format.backward if role.is_grad else self.fp8_format.forward
         )
 
     def delayed(self, role: Role) -> DelayedScaling:
-        """Itself."""
-        return self
+        """Itself; for attention, whose scales are powers of two, the recipe that says so."""
+        return _with_powers_of_two(self) if role.prim == "attention" else self
+
+
+@functools.lru_cache(64)
+def _with_powers_of_two(recipe: DelayedScaling) -> DelayedScaling:
+    """One value for a recipe: states find their formulas by identity, and by equality more slowly."""
+    return dataclasses.replace(recipe, use_power_2_scales=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8CurrentScaling(Recipe):
+class Float8CurrentScaling(ScalingRecipe):
     """Per-tensor FP8 with the scale of this very tensor."""
 
     use_power_2_scales: bool = False
@@ -199,7 +245,8 @@ class Float8CurrentScaling(Recipe):
     def quantizer(self, role: Role) -> Quantizer | None:
         """Float8CurrentScalingQuantizer in the format of the pass."""
         if role.prim in _ATTENTION:
-            return None
+            made = self.attention_quantizer(role)
+            return made and dataclasses.replace(made, amax_epsilon=float(self.amax_epsilon))
         return Float8CurrentScalingQuantizer(
             self.fp8_format.backward if role.is_grad else self.fp8_format.forward,
             force_pow_2_scales=self.use_power_2_scales,
@@ -208,7 +255,7 @@ class Float8CurrentScaling(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8BlockScaling(Recipe):
+class Float8BlockScaling(ScalingRecipe):
     """FP8 with one FP32 scale per 1x128 or 128x128 block; scales are powers of two unless `use_f32_scales`."""
 
     use_f32_scales: bool = False
@@ -234,7 +281,7 @@ class Float8BlockScaling(Recipe):
     def quantizer(self, role: Role) -> Quantizer | None:
         """Float8BlockQuantizer with the block shape of the operand."""
         if role.prim in _ATTENTION:
-            return None
+            return self.attention_quantizer(role)
         dims = {"weight": self.w_block_scaling_dim, "grad_output": self.grad_block_scaling_dim}
         return Float8BlockQuantizer(
             self.fp8_format.backward if role.is_grad else self.fp8_format.forward,
@@ -244,7 +291,7 @@ class Float8BlockScaling(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MXFP8BlockScaling(Recipe):
+class MXFP8BlockScaling(ScalingRecipe):
     """OCP MXFP8: blocks of 32 along the contracted dimension with E8M0 scales."""
 
     fp8_format: Format = Format.E4M3
@@ -257,7 +304,7 @@ class MXFP8BlockScaling(Recipe):
     def quantizer(self, role: Role) -> Quantizer | None:
         """MXFP8Quantizer; 32x32 blocks for weights if asked."""
         if role.prim in _ATTENTION:
-            return None
+            return self.attention_quantizer(role)
         return MXFP8Quantizer(
             self.fp8_format.backward if role.is_grad else self.fp8_format.forward,
             with_2d_quantization=self.enable_2d_quantization and role.operand == "weight",
@@ -265,7 +312,7 @@ class MXFP8BlockScaling(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NVFP4BlockScaling(Recipe):
+class NVFP4BlockScaling(ScalingRecipe):
     """NVFP4: E2M1 values, an E4M3 scale per 16, one FP32 scale per tensor; weights in 16x16 blocks, random Hadamard
     transform on columnwise inputs and gradients, stochastic rounding of gradients."""
 
@@ -286,7 +333,7 @@ class NVFP4BlockScaling(Recipe):
     def quantizer(self, role: Role) -> Quantizer | None:
         """NVFP4Quantizer with the options of the operand."""
         if role.prim in _ATTENTION:
-            return None
+            return self.attention_quantizer(role)
         weight = role.operand == "weight"
         kind = "weights" if weight else "activations"
         four_over_six = not role.is_grad and self.nvfp4_4over6 in ("all", kind)
@@ -346,7 +393,7 @@ class CustomRecipe(Recipe):
     def delayed(self, role: Role) -> DelayedScaling | None:
         """The DelayedScaling value that the factory returned, if it did."""
         made = self._answer(role)
-        return made if isinstance(made, DelayedScaling) else None
+        return made.delayed(role) if isinstance(made, DelayedScaling) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from te_ops.basic.attention_masks import (
     mask_name,
 )
 from te_ops.basic.band import Band
-from te_ops.basic.heads import merge_heads, split, split_heads
+from te_ops.basic.heads import merge_heads, split_heads, unpack_heads
 from te_ops.basic.kvcache import KVCache
 from te_ops.basic.pointwise import cast
 from te_ops.basic.rope import RoPE
@@ -292,10 +292,14 @@ class Attention(Op):
         """The lse and the largest scores, if they are returned."""
         return int(self.return_lse) + int(self.return_max_logit)
 
+    def state_operands(self) -> dict[str, str]:
+        """q, k and v, which have scales of their own."""
+        return dict.fromkeys(("q", "k", "v"), ATTENTION.name)
+
     # -- emission
 
     def emit(self, g: Graph, *xs: Value) -> Value | tuple[Value, ...]:
-        """[split + split_heads] + [norm] + [rope] + attention + [merge_heads], and extra outputs."""
+        """[unpack_heads] + [norm] + [rope] + attention + [merge_heads], and extra outputs."""
         self._check_options()  # attributes may have been assigned since
         names = self.input_names
         if len(xs) != len(names):
@@ -442,10 +446,10 @@ class Attention(Op):
         heads = (self.num_heads, self.num_gqa_groups, self.num_gqa_groups)
         name = "qkv" if self.packed is True else "kv"
         x, own = given[name], heads if name == "qkv" else heads[1:]
-        parts = split(g, x, self._widths(g, x, own))
-        if name == "kv":
-            parts = (given["q"], *parts)
-        return [split_heads(g, part, h) for part, h in zip(parts, heads, strict=True)]
+        widths = self._widths(g, x, own)
+        parts = tuple((h, width // h) for h, width in zip(own, widths, strict=True))
+        made = unpack_heads(g, x, parts)
+        return [*made] if name == "qkv" else [split_heads(g, given["q"], heads[0]), *made]
 
     def _widths(self, g: Graph, x: Value, heads: tuple[int, ...]) -> tuple[int, ...]:
         """The features of each part of a packed input."""

@@ -8,7 +8,7 @@ a key is 0, its lse +inf. Query head h reads key/value head h // (hq / hkv).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,14 +35,16 @@ from te_ops.graph import Graph, Node, Spec, Value, gradient, prim
 from te_ops.op import Scalar
 
 
-def _roles(node: Node) -> tuple[tuple[str, str] | None, ...]:
+def attention_roles(node: Node) -> tuple[tuple[str, str] | None, ...]:
+    """The operands that a recipe may quantize."""
     return tuple((name, "row") if name in QUANTIZABLE else None for name in node.operands)
 
 
 # -- shape rules
 
 
-def _attention_infer(*specs: Spec, **form: Any) -> tuple[Spec, Spec, Spec]:
+def attention_infer(*specs: Spec, **form: Any) -> tuple[Spec, Spec, Spec]:
+    """Specs of o, lse and max_logit."""
     made = Form(**form)
     by_name, n = infer(made, specs)
     q = by_name["q"]
@@ -69,7 +71,7 @@ def _graded(form: Form) -> tuple[str, ...]:
 # -- the reference
 
 
-class _Problem:
+class Problem:
     """What forward and backward share: operands by name, grouped heads, and the walk."""
 
     def __init__(self, form: Form, inputs: tuple[Any, ...], *, backward: bool = False) -> None:
@@ -121,7 +123,7 @@ class _Problem:
         return ungrouped(x, self.n.h_kv, layout, self.by_name[name].dtype)
 
 
-@prim("attention", infer=_attention_infer, n_out=3, roles=_roles, selective=True)
+@prim("attention", infer=attention_infer, n_out=3, roles=attention_roles, selective=True)
 def ATTENTION(
     *inputs: Any, live: tuple[bool, ...] = (True, True, True), **form: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -132,21 +134,34 @@ def ATTENTION(
     in FP32 (FP64 for FP64) on blocks of query rows, so memory is linear in the lengths. max_logit
     is the largest score of each head over batch and rows, -inf if there is none.
     """
-    problem = _Problem(Form(**form), inputs)
+    problem = Problem(Form(**form), inputs)
+    o, lse, largest = attend(problem, peak=live[2])
+    layout, dtype = problem.form.layout, problem.by_name["q"].dtype
+    return ungrouped(o, problem.n.h_kv, layout, dtype), lse, largest
+
+
+def attend(
+    problem: Problem, *, peak: bool, rounded: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Grouped o, lse and, with `peak`, max_logit, all wide.
+
+    `rounded` is what happens to exp(s - largest) before it is multiplied with v; the sum that divides has it exact.
+    """
     n, q, k, v = problem.n, problem.q, problem.k, problem.v
     score = problem.scores()
     o = q.new_zeros((*q.shape[:3], n.d_v))
     lse = torch.full_like(q[..., 0], math.inf)
-    peak = torch.full_like(lse, -math.inf) if live[2] else None
+    peaks = torch.full_like(lse, -math.inf) if peak else None
     for tile in problem.tiles():
         scores, _ = score(tile, tile.queries(q), tile.values(k))
         top = scores.amax(-1, keepdim=True)
-        if peak is not None:
-            tile.store(peak, top)
+        if peaks is not None:
+            tile.store(peaks, top)
         if score.may_hide_rows:
             top = top.masked_fill(top == -math.inf, 0.0)
         p = scores.sub_(top).exp_()
         total = p.sum(-1, keepdim=True)
+        p = p if rounded is None else rounded(p)
         if problem.form.dropout:
             p = p.mul_(score.keep(tile)).mul_(score.rescale)
         out = torch.bmm(p, tile.values(v))
@@ -158,9 +173,8 @@ def ATTENTION(
         tile.store(lse, logarithm)
     if "sink" in problem.by_name:
         o, lse = add_sink(o, lse, problem.by_name["sink"])
-    largest = None if peak is None else _largest(problem.by_head(peak))
-    layout, dtype = problem.form.layout, problem.by_name["q"].dtype
-    return ungrouped(o, n.h_kv, layout, dtype), problem.by_head(lse), largest
+    largest = None if peaks is None else _largest(problem.by_head(peaks))
+    return o, problem.by_head(lse), largest
 
 
 def _largest(peak: torch.Tensor) -> torch.Tensor:
@@ -189,7 +203,7 @@ def add_sink(
     "attention_backward",
     infer=_backward_infer,
     n_out=3,
-    roles=_roles,
+    roles=attention_roles,
     differentiable=False,
     selective=True,
 )
@@ -203,7 +217,7 @@ def ATTENTION_BACKWARD(
     dlse, dq = scale * ds k, dk = scale * ds^T q; dropout scales p in dv and do v^T in ds. Empty
     rows take no part, whatever do and dlse hold.
     """
-    problem = _Problem(Form(**form), inputs, backward=True)
+    problem = Problem(Form(**form), inputs, backward=True)
     names = _graded(problem.form)
     asked = {
         name for name, wanted in zip(names, live or (True,) * len(names), strict=True) if wanted
@@ -240,7 +254,7 @@ def ATTENTION_BACKWARD(
     return tuple(by_name.get(name) for name in names)
 
 
-def _delta(problem: _Problem, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _delta(problem: Problem, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """rowsum(do * o) - dlse, and do, grouped."""
     delta = torch.zeros_like(lse)
     if "do" in problem.by_name:
@@ -417,6 +431,10 @@ __all__ = [
     "ATTENTION_SINK_BACKWARD",
     "PUBLIC_LSE",
     "PUBLIC_MAX_LOGIT",
+    "Problem",
     "add_sink",
+    "attend",
+    "attention_infer",
+    "attention_roles",
     "attention",
 ]

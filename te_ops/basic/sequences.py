@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,6 +44,9 @@ class PackedSequences(torch.Tensor):
 
     max_q: int | None
     max_kv: int | None
+    _rows: tuple[int | None, int | None]  # that sequences cover without a gap, of queries and keys
+    _stamp: int  # version of the values that all this is about
+    _parts: tuple[torch.Tensor, ...] | None  # what ops read, once for all of them
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(
@@ -69,13 +72,30 @@ class PackedSequences(torch.Tensor):
         table = torch.cat([*q, *(x.to(q[0].device) for x in kv)])
         made = table if device is None else table.to(device)
         limits = (_limit("max_q", max_q, q[1]), _limit("max_kv", max_kv, kv[1]))
-        return cls._made(made, *limits)
+        return cls._made(made, limits, (_covered(q), _covered(kv)))
 
     @classmethod
-    def _made(cls, table: torch.Tensor, max_q: int | None, max_kv: int | None) -> PackedSequences:
+    def _made(
+        cls,
+        table: torch.Tensor,
+        limits: tuple[int | None, int | None],
+        rows: tuple[int | None, int | None],
+    ) -> PackedSequences:
         made = torch.Tensor._make_subclass(cls, table)
-        made.max_q, made.max_kv = max_q, max_kv
+        made.max_q, made.max_kv = limits
+        made._rows = rows
+        made._stamp = 0 if made.is_inference() else made._version
+        made._parts = None
         return made
+
+    @property
+    def _as_made(self) -> bool:
+        """Whether the values are those that it was made with, and can be known to be."""
+        return not self.is_inference() and self._version == self._stamp
+
+    def _known(self, part: int) -> Known:
+        side = part // 2
+        return Known((self.max_q, self.max_kv)[side], self._rows[side])
 
     @property
     def count(self) -> int:
@@ -91,11 +111,16 @@ class PackedSequences(torch.Tensor):
         table = self.as_subclass(torch.Tensor).to(device, non_blocking=non_blocking)
         if table.dtype is not torch.int64:
             raise PlanError("PackedSequences: to() takes a device; its dtype is int64")
-        return self._made(table, self.max_q, self.max_kv)
+        return self._like(table)
+
+    def _like(self, table: torch.Tensor) -> PackedSequences:
+        """Another table of the same values."""
+        rows = self._rows if self._as_made else (None, None)
+        return self._made(table, (self.max_q, self.max_kv), rows)
 
     def clone(self, **_: Any) -> PackedSequences:
         """A copy."""
-        return self._made(self.as_subclass(torch.Tensor).clone(), self.max_q, self.max_kv)
+        return self._like(self.as_subclass(torch.Tensor).clone())
 
     def __deepcopy__(self, memo: Any) -> PackedSequences:
         return self.clone()
@@ -110,6 +135,33 @@ class PackedSequences(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedSequences({self.count} sequences, {self.device})"
+
+
+class Known(NamedTuple):
+    """What the host knows of the sequences that a tensor of lengths is about, without looking at it.
+
+    `longest`: the greatest length; `rows`: how many rows they cover, one after the other without a gap. None: unknown.
+    """
+
+    longest: int | None = None
+    rows: int | None = None
+
+
+def known_of(lens: torch.Tensor | None) -> Known:
+    """Of lengths that come from a `PackedSequences`, what it knows; nothing of others."""
+    found: Known = getattr(lens, _KNOWN, Known())
+    return found
+
+
+_KNOWN = "_te_known"
+
+
+def _covered(side: tuple[torch.Tensor, torch.Tensor]) -> int | None:
+    starts, lens = side
+    if not checked_here(lens):
+        return None
+    ends = lens.cumsum(0)
+    return (int(ends[-1]) if ends.numel() else 0) if torch.equal(starts, ends - lens) else None
 
 
 def _side(name: str, lengths: Numbers, padded: Numbers | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,7 +238,7 @@ def SEQUENCE_TABLE(table: torch.Tensor, own: bool) -> tuple[torch.Tensor, ...]:
 
     With `own`, keys are in the same places as queries, which is checked on the CPU.
     """
-    parts = table.as_subclass(torch.Tensor).view(4, table.shape[0] // 4).unbind(0)
+    parts = _parts(table)
     if own and checked_here(table):
         same = torch.equal(parts[0], parts[2]) and torch.equal(parts[1], parts[3])
         require(
@@ -195,6 +247,19 @@ def SEQUENCE_TABLE(table: torch.Tensor, own: bool) -> tuple[torch.Tensor, ...]:
             'attention_type="cross" for sequences of their own',
         )
     return parts
+
+
+def _parts(table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of a `PackedSequences` that was not written to, the same tensors for every op, with what is known of them."""
+    # Detached: views of the table itself would keep it alive, and it keeps them.
+    made = table.as_subclass(torch.Tensor).detach().view(4, table.shape[0] // 4).unbind(0)
+    if not (isinstance(table, PackedSequences) and table._as_made):
+        return made
+    if table._parts is None:
+        for i in (1, 3):
+            setattr(made[i], _KNOWN, table._known(i))
+        table._parts = made
+    return table._parts
 
 
 def _runs_infer(mask: Spec) -> tuple[Spec, Spec]:
@@ -304,10 +369,12 @@ def constant_vector(g: Graph, values: Sequence[float]) -> Value:
 __all__ = [
     "CONSTANT_VECTOR",
     "MASK_RUNS",
+    "Known",
     "SEQUENCE_TABLE",
     "PackedSequences",
     "alibi_slopes",
     "constant_vector",
+    "known_of",
     "packed_parts",
     "padding_parts",
 ]

@@ -55,7 +55,7 @@ def test_packed_attention_makes_no_copies_but_the_gradients_placement() -> None:
     made = program(Attention(6, 2, packed=True), x, given=[True])
     kinds = [n.prim.nature for n in made.g.nodes if n.prim.name not in ("input", "grad")]
     names = [n.prim.name for n in made.g.nodes if n.prim.nature not in ("view", "effect")]
-    assert names == ["attention", "attention_backward", "pack"]
+    assert names == ["attention", "attention_backward", "pack_heads"]
     assert set(kinds) == {"view", "pure", "placement"}
 
 

@@ -824,12 +824,14 @@ def quantizer_classes() -> dict[str, type]:
 
 
 def recipe_classes() -> dict[str, type]:
-    """Every recipe that te_ops.recipe offers."""
-    return {
+    """Every recipe that te_ops.recipe offers: none that others are made of."""
+    found = {
         name: thing
         for name, thing in vars(te.recipe).items()
-        if inspect.isclass(thing) and issubclass(thing, te.Recipe) and thing is not te.Recipe
+        if inspect.isclass(thing) and issubclass(thing, te.Recipe)
     }
+    bases = {base for kind in found.values() for base in kind.__mro__[1:]}
+    return {name: kind for name, kind in found.items() if kind not in bases}
 
 
 def make_quantized(x: torch.Tensor, quantizer: te.Quantizer, **usage: bool) -> te.QuantizedTensor:

@@ -235,3 +235,38 @@ def test_determinism() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged", "ring"])
+def test_generation(kind: str) -> None:
+    """In BF16, by the library, with NaN in every slot that was not written."""
+    keywords: dict[str, Any] = {"contiguous": {}, "paged": {"page_size": 8}, "ring": {"window": 9}}
+    window = (8, 0) if kind == "ring" else None
+    op = te.Attention(H, HK, packed=True, rotary=te.RoPE(32), window_size=window).to(CUDA).eval()
+    x = rand(2, 40, (H + 2 * HK) * 32)
+    with torch.no_grad():
+        want = op(x)
+        op.cache = te.KVCache(2, 40, HK, 32, device=CUDA, dtype=BF16, **keywords[kind])
+        op.cache.k.fill_(math.nan)
+        op.cache.v.fill_(math.nan)
+        parts = x.split([25, 1, 1, 13], 1)
+        assert "cudnn.attention" in op.explain(parts[1])
+        got = torch.cat([op(part) for part in parts], 1)
+    near([got], [want])
+
+
+def test_plans_are_kept_on_disk(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another process built is loaded, and issued as directly."""
+    monkeypatch.setenv("TE_OPS_PLAN_CACHE", str(tmp_path))
+    tmp_path.chmod(0o700)
+    op, inputs = te.Attention(H, HK, return_lse=True).to(CUDA), dense(272)
+    plans.forget()
+    wanted = step(op, inputs)
+    assert len(list(tmp_path.iterdir())) == 2
+    plans.forget()
+    monkeypatch.setattr(plans.graphs, "build", lambda *_: pytest.fail("a plan is built again"))
+    with REGISTRY.temporary():  # new launches
+        got = step(op, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(got[:2], wanted[:2], strict=True))
+    near(got, wanted)
+    assert all(built.raw is not None for built in plans._KNOWN.values())  # type: ignore[union-attr]

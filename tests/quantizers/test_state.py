@@ -199,3 +199,16 @@ def test_observed_amax():
     assert observe_amax(torch.tensor([1.0, -math.inf])) == math.inf
     assert observe_amax(torch.randn(4, dtype=torch.float64)).dtype is torch.float32
     assert observe_amax(torch.full((2,), 1e300, dtype=torch.float64)) == math.inf
+
+
+def test_scales_that_are_powers_of_two():
+    state = torch.ones(1), torch.zeros(4), torch.zeros(1, dtype=torch.int64)
+    for amax, scale in ((1.0, 256.0), (7.0, 64.0), (448.0, 1.0), (449.0, 0.5)):
+        new = delayed_update(
+            *state, torch.tensor(amax), fp8_max=448.0, algo="most_recent", pow2=True
+        )
+        assert new[0] == scale
+    tiny = delayed_update(*state, torch.tensor(1e-45), fp8_max=448.0, pow2=True)
+    assert tiny[0] == 2.0**127
+    assert scale_from_history(torch.full((4,), 7.0), fp8_max=448.0, pow2=True) == 64.0
+    assert scale_from_history(torch.zeros(4), fp8_max=448.0, pow2=True) == 1.0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from te_ops.backends.cudnn.gates import refuse
 from te_ops.backends.cudnn.launch import bind
+from te_ops.backends.cudnn.launch_fp8 import bind as bind_fp8
+from te_ops.backends.cudnn.launch_whole import Whole
 from te_ops.backends.cudnn.library import missing
 from te_ops.backends.cudnn.plans import forget
 from te_ops.backends.cudnn.problem import problem_of
@@ -20,16 +22,20 @@ KERNELS: tuple[Kernel, ...] = tuple(
     Kernel(
         runs=runs,
         name=f"cudnn.{runs}",
-        bind=bind,
+        bind=how,
         arch=ArchRange("sm_90+"),
         priority=PRIORITY,
         refuse=_refuse,
         available=lambda: missing(),
         recorded=True,
     )
-    for runs in ("attention", "attention_backward")
+    for runs, how in (
+        ("attention", bind),
+        ("attention_backward", bind),
+        ("attention_fp8", bind_fp8),
+    )
 )
-"""Both directions."""
+"""Both directions, and forward in FP8."""
 
 
 def register() -> None:
@@ -38,4 +44,4 @@ def register() -> None:
     REGISTRY.on_release("cudnn", forget)
 
 
-__all__ = ["KERNELS", "register"]
+__all__ = ["KERNELS", "Whole", "register"]

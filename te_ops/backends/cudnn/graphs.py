@@ -37,10 +37,14 @@ UIDS = {
             ),
             *("q_lens", "kv_lens", "seed", "offset"),
             *(f"{name}_at" for name in ("q", "k", "v", "o", "stats", "do", "dq", "dk", "dv")),
+            *("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o"),
         )
     )
 }
 """Every operand of a graph, by name; addresses are given in this order."""
+SCALES = tuple(name for name in UIDS if "scale_" in name)
+"""Of an FP8 graph, in this order."""
+E4M3 = torch.float8_e4m3fn
 
 Strides = tuple[int, int, int, int]
 
@@ -50,6 +54,7 @@ class GraphSpec:
     """An attention graph, exactly: the key of its plan.
 
     Attributes:
+        dtype: of q, k and v; with E4M3 the graph is a forward one in FP8, o included.
         b, h_q, h_kv, s_q, s_kv, d_qk, d_v: sizes; of ragged tensors the most sequences, rows and keys.
         strides: of each 4-D tensor, by name, in the order batch, head, row, feature.
         left, right: sides of the band, inclusive; None is open.
@@ -86,6 +91,11 @@ class GraphSpec:
     deterministic: bool = False
 
     @property
+    def quantized(self) -> bool:
+        """Whether it is in FP8."""
+        return self.dtype is E4M3
+
+    @property
     def text(self) -> str:
         """One line: what it is called in tables and messages."""
         name = "backward" if self.backward else "forward"
@@ -120,6 +130,7 @@ class _Graph:
         self.types = {
             torch.bfloat16: self.lib.data_type.BFLOAT16,
             torch.float16: self.lib.data_type.HALF,
+            E4M3: self.lib.data_type.FP8_E4M3,
             torch.float32: self.lib.data_type.FLOAT,
             torch.int32: self.lib.data_type.INT32,
             torch.int64: self.lib.data_type.INT64,
@@ -193,10 +204,11 @@ class _Graph:
         if s.left is not None or s.right is not None:
             names = self.lib.diagonal_alignment
             given["diagonal_alignment"] = names.BOTTOM_RIGHT if s.bottom_right else names.TOP_LEFT
+        prefix = "" if s.quantized else "diagonal_band_"
         if s.left is not None:
-            given["diagonal_band_left_bound"] = s.left + 1  # the first key that is not seen
+            given[f"{prefix}left_bound"] = s.left + 1  # the first key that is not seen
         if s.right is not None:
-            given["diagonal_band_right_bound"] = s.right
+            given[f"{prefix}right_bound"] = s.right
         if s.padding:
             given["use_padding_mask"] = True
             for name, argument in (("q_lens", "seq_len_q"), ("kv_lens", "seq_len_kv")):
@@ -218,10 +230,13 @@ class _Graph:
             stride = self.stride("stats")
             for name, argument in (("peak", "score_max"), ("total", "score_sum_exp")):
                 options[argument] = self.tensor(name, self.dim(name), torch.float32, stride)
-        q, k, v = (self.given(name) for name in ("q", "k", "v"))
-        o, stats = self.graph.sdpa(
-            name="attention", q=q, k=k, v=v, generate_stats=not self.spec.peak, **options
-        )
+        options |= {name: self.given(name) for name in ("q", "k", "v")}
+        make = self.graph.sdpa
+        if self.spec.quantized:
+            one = (1, 1, 1, 1)
+            options |= {name: self.tensor(name, one, torch.float32, one) for name in SCALES}
+            make = self.graph.sdpa_fp8  # its further results, largest numbers, stay within
+        o, stats, *_ = make(name="attention", generate_stats=not self.spec.peak, **options)
         self.out(o, "o")
         if self.spec.peak:
             for name, argument in (("peak", "score_max"), ("total", "score_sum_exp")):
@@ -277,6 +292,9 @@ def build(index: int, spec: GraphSpec, choice: str | None = None) -> Built:
         return _built(index, spec, graph, uids, choice)
 
 
+_IO = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF", E4M3: "FP8_E4M3"}
+
+
 def planned(index: int, spec: GraphSpec, **device: Any) -> tuple[Any, dict[str, int]]:
     """A graph with the list of its plans, none of which is built yet."""
     lib = library.library()
@@ -284,9 +302,7 @@ def planned(index: int, spec: GraphSpec, **device: Any) -> tuple[Any, dict[str, 
         if not device:
             device = {"handle": library.handle(index, library.stream_of(index))}
         graph = lib.pygraph(
-            io_data_type=lib.data_type.BFLOAT16
-            if spec.dtype is torch.bfloat16
-            else lib.data_type.HALF,
+            io_data_type=getattr(lib.data_type, _IO[spec.dtype]),
             intermediate_data_type=lib.data_type.FLOAT,
             compute_data_type=lib.data_type.FLOAT,
             **device,

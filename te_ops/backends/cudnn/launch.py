@@ -12,18 +12,24 @@ from torch import Tensor
 
 from te_ops.backends.cudnn import library, plans, sequences
 from te_ops.backends.cudnn.gates import refuse
-from te_ops.backends.cudnn.graphs import GraphSpec
+from te_ops.backends.cudnn.graphs import SCALES, GraphSpec
 from te_ops.backends.cudnn.library import Built
-from te_ops.backends.cudnn.problem import Problem, problem_of
+from te_ops.backends.cudnn.problem import LENGTHS, Problem, gathered, problem_of
 from te_ops.backends.cudnn.specs import (
     GRADS,
     OF_KEYS,
     READ,
+    TILE,
     contiguous,
     offsets_of,
+    power,
     spec_of,
     steps_of,
 )
+from te_ops.backends.cudnn.specs import (
+    facts as facts_of,
+)
+from te_ops.basic.sequences import known_of
 from te_ops.errors import PlanError
 from te_ops.quantizers import Record
 from te_ops.registry import Call, Launch
@@ -31,6 +37,7 @@ from te_ops.runtime.replay import like
 from te_ops.runtime.tape import recorder, unwatched
 from te_ops.runtime.tune import collecting, offer
 
+_UNKNOWN: tuple[tuple[int | None, int | None], bool] = ((None, None), False)
 MAX_SHAPES = 1024  # prepared ones of a launch
 STATIC = 8
 """Shapes of a launch that get plans of their own; further ones share plans by size classes."""
@@ -54,10 +61,15 @@ class Ready(NamedTuple):
 class Attention:
     """The launch of an attention call, forward or backward."""
 
+    plain: Any = None  # Plain, which is below
+    whole: Any = None  # of launch_whole
+
     def __init__(self, call: Call) -> None:
         node = call.node
         self.problem = problem_of(call)
-        self.names = self.problem.form.operands
+        self.names: tuple[str, ...] = node.operands
+        self.paged = node.kv_layout == "paged"
+        self.varied = self.problem.varied
         self.places = tuple(call.reads.index(v) for v in node.inputs)
         self.read = tuple(name for name in READ[self.problem.backward] if name in self.names)
         self.writes = tuple(v.index for v in call.writes)
@@ -69,43 +81,79 @@ class Attention:
             self._backward if self.problem.backward else self._forward
         )
         self.quantized = any(call.spec(v).kind.name == "record" for v in node.inputs)
+        self.opened: Callable[[Record], Tensor] = Record.dequantize
         self.made: dict[Any, Any] = {}  # Ready, or None where the reference runs
+        self.recent: tuple[Any, Any] = (None, None)  # the key of the last call, and its entry
         self.classes: set[Any] = set()
 
     def __call__(self, *reads: Any) -> Any:
         """Over the values that the call reads, each of which comes once."""
         given = xs = [reads[i] for i in self.places]
         if self.quantized:
-            xs = [x.dequantize() if isinstance(x, Record) else x for x in given]
-        key = (_deterministic(), *[x.shape for x in xs], *[x.stride() for x in xs])
-        found = self.made.get(key, self)
-        if type(found) is Plain:
-            made = found.run(xs)
+            xs = [self.opened(x) if isinstance(x, Record) else x for x in given]
+        names = self.names
+        if self.paged:
+            names, xs = self._gathered(xs)
+        lying = [x.is_contiguous() or x.stride() for x in xs]
+        key = (_deterministic(), *[x.shape for x in xs], *lying)
+        if self.varied:
+            key += (self._known(dict(zip(names, xs, strict=True))),)
+        last, found = self.recent
+        if key != last:
+            found = self.made.get(key, self)
+        if isinstance(found, Plain):
+            made = found.run(xs, given)
             if made is not None:
                 return made
             found = found.ready
-        by_name = dict(zip(self.names, xs, strict=True))
+        by_name = dict(zip(names, xs, strict=True))
         if found is self:
             with unwatched():  # what is made here stays, and is no memory of a plan
                 found = self._prepare(key, by_name)
-            if type(found) is Plain:
+            if isinstance(found, Plain):
                 found = found.ready
-        made = self.reference(*given) if found is None else self._general(found, by_name)
+        made = self.reference(*given) if found is None else self._general(found, by_name, given)
         picked = tuple(made[i] for i in self.writes)
         return picked[0] if len(picked) == 1 else picked
 
-    def _general(self, ready: Ready, by_name: dict[str, Any]) -> tuple[Any, ...]:
+    def _known(self, by_name: dict[str, Any]) -> tuple[tuple[int | None, int | None], bool]:
+        """The greatest lengths, and whether all rows have a sequence and a key, as far as the host knows.
+
+        What is captured or recorded serves later sequences too, of which nothing is known.
+        """
+        lens = [by_name.get(name) for name in ("q_lens", "kv_lens")]
+        if recorder() is not None or library.captured_here():
+            return _UNKNOWN
+        q, kv = (known_of(x) for x in lens)
+        form = self.problem.form
+        whole = (
+            lens[0] is lens[1]
+            and (form.layout, form.kv_layout) == ("thd", "thd")
+            and q.rows == by_name["q"].shape[0] == by_name["k"].shape[0]
+        )
+        steps = [None if x.longest is None else power(x.longest, TILE) for x in (q, kv)]
+        return (steps[0], steps[1]), whole
+
+    def _gathered(self, xs: list[Any]) -> tuple[tuple[str, ...], list[Any]]:
+        """The operands without a page table."""
+        made = gathered(dict(zip(self.names, xs, strict=True)))
+        return tuple(made), list(made.values())
+
+    def _general(self, ready: Ready, by_name: dict[str, Any], given: list[Any]) -> tuple[Any, ...]:
         for name in ready.copied:
             by_name[name] = by_name[name].contiguous()
         for name in self.read:
             if by_name[name].data_ptr() & _BYTES:
-                by_name[name] = _moved(by_name[name])
+                by_name[name] = moved(by_name[name])
         return self.run(ready, by_name)
 
     # -- preparing
 
     def _prepare(self, key: Any, by_name: dict[str, Any]) -> Any:
-        problem = self.problem.at(by_name)
+        longest, whole = key[-1] if self.varied else _UNKNOWN
+        if self.varied and key[-1] != _UNKNOWN:
+            self._prepare((*key[:-1], _UNKNOWN), by_name)  # what a capture is going to ask for
+        problem = self.problem.at(by_name, longest=longest, whole=whole)
         found: Any = None
         if refuse(problem) is None:
             copied = tuple(name for name in self.read if _unfit(by_name[name]))
@@ -116,10 +164,16 @@ class Attention:
             spec = spec_of(problem, lying, shared=self._shares(problem))
             built = plans.plan(self.index, spec)
             if built is not None:
-                given = _constants(problem, spec, lying, self.device)
+                given = {
+                    **_constants(problem, spec, lying, self.device),
+                    **self._own(problem, spec),
+                }
                 found = Ready(problem, spec, built, given, copied)
+                is_whole, make = self.whole
                 if self._is_plain(found, lying):
-                    found = Plain(found, self, lying)
+                    found = self.plain(found, self, lying)
+                elif is_whole(self, found):
+                    found = make(found, self, lying)
             elif problem.form.dropout:
                 raise PlanError(
                     f"attention: cuDNN has no plan for {spec.text}, and another kernel would drop other "
@@ -128,7 +182,12 @@ class Attention:
         if len(self.made) >= MAX_SHAPES:
             self.made.clear()
         self.made[key] = found
+        self.recent = (key, found)
         return found
+
+    def _own(self, problem: Problem, spec: GraphSpec) -> dict[str, Tensor]:
+        """Further operands that stay as they are."""
+        return {}
 
     def _is_plain(self, ready: Ready, lying: dict[str, Any]) -> bool:
         """Whether nothing is done but issuing the plan over tensors as they lie."""
@@ -138,7 +197,8 @@ class Attention:
         return not ready.spec.peak and ("lse" not in lying or lying["lse"].is_contiguous())
 
     def _cleans(self, problem: Problem, name: str) -> bool:
-        hides = problem.varied or (name == "do" and "mask" in problem.has)
+        hides = problem.varied and not problem.whole
+        hides = hides or (name == "do" and "mask" in problem.has)
         return hides and name in _CLEANED[problem.backward]
 
     def _shares(self, problem: Problem) -> bool:
@@ -155,14 +215,12 @@ class Attention:
 
     def _forward(self, ready: Ready, xs: dict[str, Any]) -> tuple[Any, ...]:
         problem, spec = ready.problem, ready.spec
-        tensors = {**ready.given, "q": xs["q"], "k": xs["k"], "v": xs["v"]}
+        scales = {name: xs[name] for name in SCALES if name in xs}
+        tensors = {**ready.given, **scales, "q": xs["q"], "k": xs["k"], "v": xs["v"]}
         q, n = xs["q"], problem.sizes
-        varied = None
-        if problem.varied:
-            varied = self._varied(ready, tensors, xs)
-            o = q.new_zeros((*q.shape[:-1], n.d_v))
-        else:
-            o = torch.empty((*q.shape[:-1], n.d_v), dtype=q.dtype, device=q.device)
+        varied = self._varied(ready, tensors, xs) if problem.varied else None
+        make = torch.empty if varied is None else torch.zeros
+        o = make((*q.shape[:-1], n.d_v), dtype=q.dtype, device=q.device)
         hidden = self._bias(problem, tensors, xs)
         tensors["o"] = o
         names = ("peak", "total") if spec.peak else ("stats",)
@@ -187,8 +245,7 @@ class Attention:
         problem = ready.problem
         tensors = {**ready.given, **{name: xs[name] for name in READ[True]}}
         make: Callable[..., Tensor] = torch.empty
-        if problem.varied:
-            self._varied(ready, tensors, xs)
+        if problem.varied and self._varied(ready, tensors, xs) is not None:
             make = torch.zeros
         hidden = self._bias(problem, tensors, xs)
         if hidden is not None:
@@ -229,29 +286,41 @@ class Attention:
 
     # -- what sequences, biases, dropout and sinks need
 
-    def _varied(self, ready: Ready, tensors: dict[str, Any], xs: dict[str, Any]) -> Tensor:
-        """Put lengths and offsets among the tensors, clean those that are read; which rows are empty."""
-        problem, spec = ready.problem, ready.spec
-        form = problem.form
-        q, kv = sequences.sides(problem, xs)
-        places, (_, _, kept) = q.places(), kv.places()
-        empty, hidden = sequences.empty_rows(problem.band, q, kv, places), ~kept
-        for name in _CLEANED[problem.backward]:
+    def _varied(self, ready: Ready, tensors: dict[str, Any], xs: dict[str, Any]) -> Tensor | None:
+        """Put lengths and offsets among the tensors, clean those that are read; which rows are empty, if any may be."""
+        problem, form = ready.problem, ready.problem.form
+        facts = self.facts(ready, xs)
+        tensors |= facts.operands
+        for name in _CLEANED[problem.backward] if facts.empty is not None else ():
             keys = name in OF_KEYS
-            rows = hidden if keys else empty if name == "do" else ~places[2]
+            rows = facts.hidden if keys else facts.empty if name == "do" else facts.outside
+            assert rows is not None
             layout = form.kv_layout if keys else form.layout
             tensors[name] = sequences.cleaned(tensors[name], layout, rows)
-        tensors["q_lens"] = sequences.lengths(q, spec.b)
-        tensors["kv_lens"] = sequences.lengths(kv, spec.b)
-        if spec.ragged:
-            tensors |= offsets_of(spec, (q, kv), steps_of(problem, {**xs, **tensors}))
-        return empty
+        return facts.empty
+
+    def facts(self, ready: Ready, xs: dict[str, Any]) -> sequences.Facts:
+        """Lengths, offsets and empty rows, which layers share that are given the same sequences."""
+        problem, spec = ready.problem, ready.spec
+
+        def make() -> sequences.Facts:
+            lying = {
+                name: contiguous(x) if self._cleans(problem, name) else x for name, x in xs.items()
+            }
+            return facts_of(problem, spec, xs, lying)
+
+        first, *others = [xs[name] for name in LENGTHS if name in xs]
+        if recorder() is not None or library.captured_here():
+            return make()
+        strides = tuple(xs[name].stride() for name in self.read)
+        key = (spec.b, spec.ragged, problem.band, problem.sizes, problem.whole, strides)
+        return sequences.facts_of(first, key, others, make)
 
     def _bias(self, problem: Problem, tensors: dict[str, Any], xs: dict[str, Any]) -> Tensor | None:
         """Put what is added to scores among the tensors; of a mask, the rows that it hides whole."""
         if "bias" in problem.has:
             given = xs["bias"].contiguous()
-            tensors["bias"] = _moved(given) if given.data_ptr() & _BYTES else given
+            tensors["bias"] = moved(given) if given.data_ptr() & _BYTES else given
         if "mask" not in problem.has:
             return None
         mask = xs["mask"]
@@ -276,7 +345,7 @@ class Attention:
         if spec.ragged:
             rows = n.s_q if ready.problem.form.layout == "thd" else n.b * n.s_q
             shape = (rows, n.h_q)
-        if ready.problem.varied:
+        if ready.problem.varied and not ready.problem.whole:
             return torch.full(shape, value, dtype=torch.float32, device=self.device)
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
@@ -295,7 +364,7 @@ class Attention:
         if empty is not None:
             rows = rows | (empty if "mask" in problem.has else sequences.by_head(empty, layout))
         if _hides_rows(problem):
-            o.masked_fill_(_turned(rows, layout), 0)
+            sequences.bytes_of(o).masked_fill_(_turned(rows, layout), 0)
         lse = lse.masked_fill(rows, math.inf)
         return lse, None if peak is None else peak.masked_fill(rows, -math.inf)
 
@@ -303,8 +372,11 @@ class Attention:
         """One more key of this score and value 0: an epilogue on o and the lse."""
         column = sink.float().view(-1, 1)
         empty = lse == math.inf
-        weight = torch.sigmoid(lse - column)
-        o.mul_(_turned(weight, problem.form.layout))
+        weight = _turned(torch.sigmoid(lse - column), problem.form.layout)
+        if problem.quantized:
+            o.copy_(o.float().mul_(weight))
+        else:
+            o.mul_(weight)
         joined = torch.logaddexp(lse, column.expand_as(lse))
         return joined.masked_fill_(empty, math.inf)
 
@@ -331,7 +403,8 @@ class Plain:
         names = ("q", "k", "v", "o", "lse", "do") if backward else ("q", "k", "v")
         self.order = tuple(launch.names.index(name) for name in names)
         self.writes = launch.writes
-        device, n = launch.device, ready.problem.sizes
+        self.device = device = launch.device
+        n = ready.problem.sizes
         shapes = [xs[name].shape for name in ("q", "k", "v")]
         dtype = xs["q"].dtype
         if backward:
@@ -342,8 +415,9 @@ class Plain:
             self.results = [like(o, dtype, device), like(statistic, torch.float32, device)]
         self.space = like(torch.Size((max(ready.built.workspace, 1),)), torch.uint8, device)
 
-    def run(self, xs: list[Any]) -> Any:
-        """The results that the call writes; None where an address is not what the library takes."""
+    def run(self, xs: list[Any], given: list[Any]) -> Any:
+        """The results that the call writes, from operands as the library reads them and as they came; None where an
+        address is not what the library takes."""
         words = [xs[i].data_ptr() for i in self.order]
         off = 0
         for word in words:
@@ -352,19 +426,34 @@ class Plain:
             return None
         made = [torch.empty_like(t) for t in self.results]
         words += [x.data_ptr() for x in made]
-        built, index = self.built, self.index
-        space = torch.empty_like(self.space) if built.workspace else None
-        words.append(0 if space is None else space.data_ptr())
-        if library.current_device() == index:
-            built.run(words, library.stream_of(index))
-        else:
-            with library.entered(index):
-                built.run(words, library.stream_of(index))
-        tape = recorder()
-        if tape is not None:
-            tape.launched(built, tuple(words))
+        self.issue(words)
         writes = self.writes
         return made[writes[0]] if len(writes) == 1 else tuple([made[i] for i in writes])
+
+    def issue(self, words: list[int]) -> None:
+        """Run the plan on these addresses, behind which that of the workspace comes."""
+        index, tape = self.index, recorder()
+        if library.current_device() == index:
+            self._issue(words, tape)
+        else:
+            with library.entered(index):
+                self._issue(words, tape)
+        if tape is not None:
+            tape.launched(self.built, tuple(words))
+
+    def _issue(self, words: list[int], tape: Any) -> None:
+        built, stream = self.built, library.stream_of(self.index)
+        if not built.workspace:
+            words.append(0)
+        elif built.workspace <= library.SCRATCH and tape is None and not library.captured_here():
+            words.append(library.scratch(self.device, stream))
+        else:  # of the call alone: a tape replays it, and a CUDA graph keeps it
+            space = torch.empty_like(self.space)
+            words.append(space.data_ptr())
+        built.run(words, stream)
+
+
+Attention.plain = Plain
 
 
 # -- layouts
@@ -375,10 +464,10 @@ def _unfit(x: Tensor) -> bool:
     if x.stride(-1) != 1:
         return True
     pairs = zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    return any(n > 1 and (step % 8 or not step) for n, step in pairs)
+    return any(n > 1 and (step * x.itemsize & _BYTES or not step) for n, step in pairs)
 
 
-def _moved(x: Tensor) -> Tensor:
+def moved(x: Tensor) -> Tensor:
     """x with the same strides on an address that the library takes."""
     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
     return made.copy_(x)
@@ -409,16 +498,25 @@ def _by_head(statistic: Tensor, ready: Ready) -> Tensor:
     return statistic.view(n.b, n.s_q, n.h_q).transpose(1, 2)
 
 
+def refuse_capture(spec: GraphSpec) -> None:
+    """What is made for a shape is kept by its launch, so it must not be memory of a CUDA graph.
+
+    Raises:
+        PlanError: a graph is being captured.
+    """
+    if library.capturing():
+        raise PlanError(
+            f"attention sees {spec.text} for the first time while a CUDA graph is captured; run it once before"
+        )
+
+
 def _constants(
     problem: Problem, spec: GraphSpec, xs: dict[str, Any], device: torch.device
 ) -> dict[str, Tensor]:
     """Lengths and offsets of a dense shape that runs with a padding mask or as sequences."""
     if not spec.padding or problem.varied:
         return {}
-    if library.capturing():
-        raise PlanError(
-            f"attention sees {spec.text} for the first time while a CUDA graph is captured; run it once before"
-        )
+    refuse_capture(spec)
     q, kv = sequences.sides(problem, {"q": torch.empty(0, device=device)})
     made = {"q_lens": sequences.lengths(q, spec.b), "kv_lens": sequences.lengths(kv, spec.b)}
     if spec.ragged:

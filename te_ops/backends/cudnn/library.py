@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from te_ops.errors import PlanError
+from te_ops.runtime.tape import unwatched
 
 OLDEST = 90600
 """Of cuDNN: ragged statistics, and bottom-right diagonals at any length."""
@@ -99,6 +100,35 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def captured_here() -> bool:
+    """`capturing`, of the current device, with less around it; CUDA is there."""
+    return torch._C._cuda_isCurrentStreamCapturing()
+
+
+SCRATCH = 1 << 20
+"""Bytes of workspace, at most, that lie ready for a thread and a stream; more are allocated for each call."""
+_SCRATCH: dict[tuple[int, int, int], torch.Tensor] = {}
+
+
+def scratch(device: torch.device, stream: int) -> int:
+    """Address of `SCRATCH` bytes for the calls of this thread on a stream, which run one after the other.
+
+    A call is several kernels, and those of two threads may alternate on one stream: so it is the thread's own.
+    """
+    key = (threading.get_ident(), device.index or 0, stream)
+    found = _SCRATCH.get(key)
+    if found is None:
+        with unwatched():  # no memory of a plan
+            found = torch.empty(SCRATCH, dtype=torch.uint8, device=device)
+        _SCRATCH[key] = found
+    return found.data_ptr()
+
+
+def release() -> None:
+    """Give the workspaces that lie ready back to torch."""
+    _SCRATCH.clear()
+
+
 class _Handles(threading.local):
     """A handle is used by one thread at a time, and autograd runs backward in threads of its own."""
 
@@ -137,12 +167,25 @@ class Built:
 
     clears = False  # as `te_ops.runtime.tape.Issue` asks
 
-    def __init__(self, index: int, graph: Any, uids: dict[str, int], plan: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        graph: Any,
+        uids: dict[str, int],
+        plan: int = -1,
+        *,
+        stored: tuple[str, int] | None = None,
+    ) -> None:
+        """`plan` is among those of the graph; `stored`, of a graph that was loaded with one: its name and workspace."""
         self.index, self.graph, self.plan = index, graph, plan
         self.operands = tuple(sorted(uids, key=uids.__getitem__))
         self.uids = tuple(uids[name] for name in self.operands)
-        self.name = str(graph.get_plan_name_at_index(plan))
-        self.workspace = int(graph.get_workspace_size_plan_at_index(plan))
+        if stored is None:
+            stored = (
+                str(graph.get_plan_name_at_index(plan)),
+                int(graph.get_workspace_size_plan_at_index(plan)),
+            )
+        self.name, self.workspace = stored
         self.raw = self._direct()
         self._own = (ctypes.c_int64 * (len(self.uids) + 1))()
         self._words = memoryview(self._own).cast("B").cast("q")
@@ -161,7 +204,7 @@ class Built:
         plans = getattr(self.graph, "_plans", None)
         if raw is None or order is None or plans is None or tuple(order() or ()) != self.uids:
             return None
-        self._at = getattr(plans[self.plan], "cpp_index", None)
+        self._at = -1 if self.plan < 0 else getattr(plans[self.plan], "cpp_index", None)
         return None if self._at is None else raw
 
     def run(self, addresses: list[int], stream: int) -> None:
@@ -187,8 +230,10 @@ class Built:
 
         def public(stream: int) -> None:
             given = dict(zip(self.uids, words[:count].tolist(), strict=True))
-            self.graph.execute_plan_at_index(
-                given, words[count], self.plan, handle=handle(index, stream)
-            )
+            found = handle(index, stream)
+            if self.plan < 0:
+                self.graph.execute(given, words[count], handle=found)
+            else:
+                self.graph.execute_plan_at_index(given, words[count], self.plan, handle=found)
 
         return public

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from te_ops.backends.cudnn import graphs, library
+from te_ops.backends.cudnn import blobs, graphs, library
 from te_ops.backends.cudnn.graphs import GraphSpec, Unsupported
 from te_ops.backends.cudnn.library import Built
 from te_ops.errors import PlanError
-from te_ops.runtime.tune import TABLE
+from te_ops.runtime.tune import GAIN, TABLE
 
 WORKSPACE = 1 << 30
 PART = 0.05
@@ -67,7 +67,7 @@ def _made(index: int, spec: GraphSpec) -> Built | Unsupported:
         )
     found: Built | Unsupported
     try:
-        found = graphs.build(index, spec, TABLE.get(place(index), spec.text))
+        found = _stored_or_built(index, spec)
         if found.workspace > limit(index):
             text = f"{found.workspace >> 20} MiB of workspace are more than {limit(index) >> 20}"
             found = Unsupported(f"cuDNN's plan for {spec.text} is not used: {text}")
@@ -81,10 +81,22 @@ def _made(index: int, spec: GraphSpec) -> Built | Unsupported:
     return found
 
 
+def _stored_or_built(index: int, spec: GraphSpec) -> Built:
+    choice = TABLE.get(place(index), spec.text)
+    key = blobs.key_of(spec, place(index), choice)
+    with library.entered(index):
+        found = blobs.load(key, index)
+        if found is None:
+            found = graphs.build(index, spec, choice)
+            blobs.save(key, found)
+    return found
+
+
 def forget() -> None:
-    """Drop all plans; those of launches that were prepared live on with them."""
+    """Drop all plans and workspaces; those of launches that were prepared live on with them."""
     with _LOCK:
         _KNOWN.clear()
+    library.release()
 
 
 class Trial:
@@ -92,6 +104,8 @@ class Trial:
 
     Where sequences have lengths, all are full.
     """
+
+    gain = GAIN
 
     def __init__(self, index: int, spec: GraphSpec) -> None:
         self.index, self.spec = index, spec

@@ -9,6 +9,7 @@ import torch
 
 from te_ops.basic.attention_core import ATTENTION_BACKWARD
 from te_ops.basic.attention_form import Form, Sizes, learned, named, sizes
+from te_ops.basic.attention_fp8 import ATTENTION_FP8
 from te_ops.basic.band import Band
 from te_ops.basic.sequences import CONSTANT_VECTOR, alibi_slopes
 from te_ops.graph import Spec, Value
@@ -31,7 +32,9 @@ class Problem:
         shapes: of the operands, by name, as pairs.
         dtypes: the same.
         alibi: the slopes are those that the library makes itself.
-        peak: the largest scores are wanted, without a sum of their own.
+        quantized: q, k, v and the output are E4M3.
+        longest: the greatest lengths of queries and keys, where the host knows them.
+        whole: no row is without a sequence, and every row sees a key.
     """
 
     form: Form
@@ -43,6 +46,9 @@ class Problem:
     dtypes: tuple[tuple[str, torch.dtype], ...]
     alibi: bool = False
     deterministic: bool = False
+    quantized: bool = False
+    longest: tuple[int | None, int | None] = (None, None)
+    whole: bool = False
 
     @property
     def has(self) -> frozenset[str]:
@@ -90,27 +96,40 @@ class Problem:
         names = ("q", "k", "v", *learned(self.form.operands))
         return name in names and self.live[names.index(name)]
 
-    def at(self, by_name: dict[str, Any]) -> Problem:
-        """The same call with the sizes of these tensors.
+    def at(
+        self,
+        by_name: dict[str, Any],
+        *,
+        longest: tuple[int | None, int | None] = (None, None),
+        whole: bool = False,
+    ) -> Problem:
+        """The same call with the sizes of these tensors, and what is known of their sequences.
 
         Raises:
             ShapeError: they do not fit each other.
         """
         return replace(
             self,
+            longest=longest,
+            whole=whole,
             sizes=sizes(self.form, by_name),
             shapes=tuple((name, tuple(x.shape)) for name, x in by_name.items()),
-            dtypes=tuple((name, x.dtype) for name, x in by_name.items()),
+            dtypes=self.dtypes if self.quantized else _dtypes(by_name),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
 
 
 def problem_of(call: Call) -> Problem:
-    """The problem of a call, with the sizes that it was planned for."""
+    """The problem of a call, with the sizes that it was planned for.
+
+    Pages are gathered first (`gathered`): then it is a problem of a batch with lengths.
+    """
     node = call.node
     backward = node.prim is ATTENTION_BACKWARD
     form = Form(**node.attrs)
     by_name: dict[str, Spec] = named(form, [call.spec(v) for v in node.inputs], backward=backward)
+    if form.kv_layout == "paged":
+        form, by_name = _unpaged(form, by_name, sizes(form, by_name))
     dtypes = {by_name[name].dtype for name in ("q", "k", "v")}
     return Problem(
         form=form,
@@ -119,9 +138,37 @@ def problem_of(call: Call) -> Problem:
         dtype=dtypes.pop() if len(dtypes) == 1 else None,
         live=call.live(node),
         shapes=tuple((name, tuple(int(s) for s in x.shape)) for name, x in by_name.items()),
-        dtypes=tuple((name, x.dtype) for name, x in by_name.items()),
-        alibi=_alibi(call, dict(zip(form.operands, node.inputs, strict=True)).get("slopes")),
+        dtypes=_dtypes(by_name),
+        quantized=node.prim is ATTENTION_FP8,
+        alibi=_alibi(call, dict(zip(node.operands, node.inputs, strict=True)).get("slopes")),
     )
+
+
+def _unpaged(form: Form, by_name: dict[str, Spec], n: Sizes) -> tuple[Form, dict[str, Spec]]:
+    left = {name: x for name, x in by_name.items() if name != "page_table"}
+    for name in ("k", "v"):
+        left[name] = Spec((n.b, n.s_kv, *by_name[name].shape[2:]), by_name[name].dtype)
+    return replace(form, operands=tuple(left), kv_layout="bshd"), left
+
+
+def gathered(by_name: dict[str, Any]) -> dict[str, Any]:
+    """The operands of `_unpaged`: keys and values of each sequence side by side, as the page table has them.
+
+    The library could read the pages where they lie. But it multiplies what lies beyond a length by 0, unwritten slots
+    may hold NaN, and pages may be shared, so nobody may write zeros there. What comes here is a copy, and is cleaned.
+    """
+    table = by_name["page_table"].long()
+    made = {name: x for name, x in by_name.items() if name != "page_table"}
+    for name in ("k", "v"):
+        pool = by_name[name]
+        pages = pool.index_select(0, table.flatten().clamp(0, max(pool.shape[0] - 1, 0)))
+        made[name] = pages.view(table.shape[0], table.shape[1] * pool.shape[1], *pool.shape[2:])
+    return made
+
+
+def _dtypes(by_name: dict[str, Any]) -> tuple[tuple[str, torch.dtype], ...]:
+    """Of records, those of what was quantized."""
+    return tuple((name, x.dtype) for name, x in by_name.items())
 
 
 def _alibi(call: Call, slopes: Value | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,43 @@ from torch import Tensor
 
 from te_ops.backends.cudnn.problem import Problem
 from te_ops.basic.band import Band
+
+
+class Facts(NamedTuple):
+    """What a graph is told of sequences, and which rows there are that are no sequence's or see no key.
+
+    `empty` and `outside` are of queries, `hidden` of keys: [rows] or [batch, rows]. None: there are none of the three.
+    """
+
+    operands: dict[str, Tensor]
+    empty: Tensor | None
+    outside: Tensor | None
+    hidden: Tensor | None
+
+
+def facts_of(anchor: Tensor, key: Any, others: list[Tensor], make: Callable[[], Facts]) -> Facts:
+    """What `make` makes of lengths and starts, once for all layers that are given the same tensors.
+
+    It is kept with `anchor`, and made again when that or one of the others was written to. Tensors of inference mode
+    do not tell, so for them it is made each time.
+    """
+    if anchor.is_inference():
+        return make()
+    kept = anchor.__dict__.setdefault("_te_facts", {})
+    versions = [anchor._version, *[x._version for x in others]]
+    found = kept.get(key)
+    if found is not None:
+        tensors, then, facts = found
+        if then == versions and all(a is b for a, b in zip(tensors, others, strict=True)):
+            return facts  # type: ignore[no-any-return]
+    facts = make()
+    if len(kept) >= MOST_FACTS:
+        kept.clear()
+    kept[key] = (others, versions, facts)
+    return facts
+
+
+MOST_FACTS = 64
 
 
 class Side(NamedTuple):
@@ -59,7 +97,14 @@ def _side(
 def cleaned(x: Tensor, layout: str, hidden: Tensor) -> Tensor:
     """A contiguous x with zeros in hidden rows: 0 times what is there may be NaN in a block."""
     made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return torch.where(by_row(hidden, layout), x.new_zeros(()), x, out=made)
+    read = bytes_of(x)
+    torch.where(by_row(hidden, layout), read.new_zeros(()), read, out=bytes_of(made))
+    return made
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """FP8 codes as bytes, which torch can select and fill; other dtypes as they are."""
+    return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
 def by_row(mask: Tensor, layout: str) -> Tensor:

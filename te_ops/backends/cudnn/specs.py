@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_ops.backends.cudnn import sequences
-from te_ops.backends.cudnn.graphs import GraphSpec, Strides
+from te_ops.backends.cudnn.graphs import E4M3, GraphSpec, Strides
 from te_ops.backends.cudnn.problem import Problem
 
 TILE = 128  # keys of a block of the library's kernels
@@ -38,7 +38,7 @@ def _strides(x: Tensor, layout: str, most: int | None) -> Strides:
     return (batch if most is None else most * row, head, row, 1)
 
 
-def _up(size: int, least: int) -> int:
+def up(size: int, least: int) -> int:
     """The size of a class: a power of two and three steps up to the next, so at most a quarter more."""
     if size <= least:
         return least
@@ -46,19 +46,26 @@ def _up(size: int, least: int) -> int:
     return -(-size // step) * step
 
 
+def power(size: int, least: int) -> int:
+    """The next power of two, or `least`: few classes, since for each a plan is built."""
+    return max(least, 1 << max(size - 1, 0).bit_length())
+
+
 def spec_of(problem: Problem, xs: dict[str, Any], *, shared: bool = False) -> GraphSpec:
     """The graph of a problem over these tensors; `shared`: that of its size class."""
     n, form, band = problem.sizes, problem.form, problem.band
     ragged = shared or problem.ragged
     b, s_q, s_kv = n.b, n.s_q, n.s_kv
+    rows = (s_q, s_kv)
     if ragged:
-        b, s_q, s_kv = _up(b, 1), _up(s_q, TILE), _up(s_kv, TILE)
+        rows = (up(s_q, TILE), up(s_kv, TILE))
+        b, s_q, s_kv = up(b, 1), *_most(problem, rows)
     assert problem.dtype is not None
     assert form.scale is not None
     bias = _bias_shape(problem)
     return GraphSpec(
         backward=problem.backward,
-        dtype=problem.dtype,
+        dtype=E4M3 if problem.quantized else problem.dtype,
         b=b,
         h_q=n.h_q,
         h_kv=n.h_kv,
@@ -73,7 +80,7 @@ def spec_of(problem: Problem, xs: dict[str, Any], *, shared: bool = False) -> Gr
         bottom_right=band.diagonal == "bottom_right",
         padding=ragged or problem.varied or _guarded(problem),
         ragged=ragged,
-        totals=_totals(problem, b, (s_q, s_kv)) if ragged and problem.backward else None,
+        totals=_totals(problem, b, rows) if ragged and problem.backward else None,
         bias=bias,
         bias_dtype=None if bias is None else problem.dtype,
         dbias=problem.wants("bias"),
@@ -82,6 +89,15 @@ def spec_of(problem: Problem, xs: dict[str, Any], *, shared: bool = False) -> Gr
         peak=problem.peak,
         deterministic=problem.backward and problem.deterministic,
     )
+
+
+def _most(problem: Problem, rows: tuple[int, int]) -> tuple[int, int]:
+    """The greatest lengths of ragged sequences: the library starts blocks for so many rows of each."""
+    q, kv = (
+        size if known is None else min(size, power(known, TILE))
+        for known, size in zip(problem.longest, rows, strict=True)
+    )
+    return q, kv
 
 
 def _guarded(problem: Problem) -> bool:
@@ -159,3 +175,18 @@ def offsets_of(
         own = {f"{name}_at": step for name, step in steps.items() if (name in OF_KEYS) is keys}
         made |= sequences.offsets(side, spec.b, own)
     return made
+
+
+def facts(
+    problem: Problem, spec: GraphSpec, xs: dict[str, Any], lying: dict[str, Any]
+) -> sequences.Facts:
+    """What sequences of these lengths mean for a graph; `lying` are the operands as they are going to lie."""
+    q, kv = sequences.sides(problem, xs)
+    operands = {"q_lens": sequences.lengths(q, spec.b), "kv_lens": sequences.lengths(kv, spec.b)}
+    if spec.ragged:
+        operands |= offsets_of(spec, (q, kv), steps_of(problem, lying))
+    if problem.whole:
+        return sequences.Facts(operands, None, None, None)
+    places, (_, _, kept) = q.places(), kv.places()
+    empty = sequences.empty_rows(problem.band, q, kv, places)
+    return sequences.Facts(operands, empty, ~places[2], ~kept)

@@ -89,12 +89,23 @@ TAKEN: dict[str, Case] = {
 }  # fmt: skip
 
 
+FP8: dict[str, Case] = {
+    "full": Case(), "causal": Case(attrs=CAUSAL), "window": Case(attrs={"band": Band(31, 4)}),
+    "odd": Case(s=(77, 1000)),
+    "lengths": Case(more=LENS, attrs=CAUSAL), "peaks": Case(writes=(0, 1, 2)), "few features": Case(d=(16, 16)),
+    "two head sizes": Case(d=(192, 128), h=(4, 4), attrs=CAUSAL), "many features": Case(d=(256, 256)),
+    "left padding": Case(more=(*LENS, ("q_starts", (2,), torch.int64), ("kv_starts", (2,), torch.int64)), attrs=CAUSAL),
+}  # fmt: skip
+
+
 def specs() -> dict[str, GraphSpec]:
     """Graphs that are taken, in both directions, then both sides of every gate that speaks for the library."""
     made: dict[str, GraphSpec] = {}
     for name, case in TAKEN.items():
         made[f"taken {name}"] = _spec(case)
         made[f"taken {name} backward"] = _spec(replace(case, **BACK))
+    for name, case in FP8.items():
+        made[f"taken fp8 {name}"] = _spec(replace(case, fp8=True))
     made["taken peaks"] = _spec(Case(writes=(0, 1, 2)))
     made["taken deterministic"] = replace(_spec(Case(**BACK)), deterministic=True)
     for side, pick in (("refused", 0), ("taken", 1)):

@@ -8,14 +8,33 @@ import torch
 
 from te_ops.basic.attention_core import ATTENTION, ATTENTION_BACKWARD
 from te_ops.basic.attention_form import Form, learned
-from te_ops.graph import Graph, Spec, Value
+from te_ops.basic.attention_fp8 import ATTENTION_FP8
+from te_ops.graph import Graph, Kind, Spec, Value
+from te_ops.quantizers import Float8CurrentScalingQuantizer, Record, Usage
 from te_ops.registry import Call
 
 NOT_BACKWARD = ("sink",)
 
 
+PER_TENSOR = Float8CurrentScalingQuantizer(force_pow_2_scales=True)
+
+
+def quantized(operands: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The operands with records for q, k and v."""
+    made: dict[str, Any] = dict(operands)
+    for name in ("q", "k", "v"):
+        made[name] = PER_TENSOR.records(operands[name], row=True, col=False)[0]
+    return made
+
+
+def _spec(x: Any) -> Spec:
+    if not isinstance(x, Record):
+        return Spec(tuple(x.shape), x.dtype)
+    return Spec(x.shape, x.dtype, Kind("record", x.quantizer, Usage.ROW))
+
+
 def call_of(
-    operands: dict[str, torch.Tensor],
+    operands: dict[str, Any],
     *,
     writes: tuple[int, ...],
     backward: bool = False,
@@ -23,13 +42,11 @@ def call_of(
 ) -> Call:
     """A call over operands by name."""
     g = Graph()
-    values = {
-        name: g.input(i, Spec(tuple(x.shape), x.dtype))
-        for i, (name, x) in enumerate(operands.items())
-    }
+    values = {name: g.input(i, _spec(x)) for i, (name, x) in enumerate(operands.items())}
     form = Form(operands=tuple(values), **attrs)
     whole = {name: getattr(form, name) for name in Form.__dataclass_fields__}
-    prim = ATTENTION_BACKWARD if backward else ATTENTION
+    forward = ATTENTION_FP8 if isinstance(operands["q"], Record) else ATTENTION
+    prim = ATTENTION_BACKWARD if backward else forward
     made = g.calls(prim, *values.values(), **whole)
     node = g.node(made[0])
     outs = tuple(Value(node.id, i) for i in range(len(g.specs[node.id])))

@@ -21,6 +21,7 @@ TYPES = {
     "FLOAT": torch.float32,
     "INT32": torch.int32,
     "INT64": torch.int64,
+    "FP8_E4M3": torch.float8_e4m3fn,
 }
 
 
@@ -67,6 +68,7 @@ class FakeGraph:
         ]
         self._lowered_graph = SimpleNamespace(_execute_with_raw_ptrs=self._execute)
         self.built: list[int] = []
+        self._plan_index = 0
         fake.graphs.append(self)
 
     def tensor(self, **facts: Any) -> FakeTensor:
@@ -77,6 +79,14 @@ class FakeGraph:
 
     def sdpa(self, **given: Any) -> tuple[FakeTensor, FakeTensor]:
         made = (FakeTensor(), FakeTensor())
+        self.node = ("forward", given, made)
+        return made
+
+    def sdpa_fp8(self, **given: Any) -> tuple[FakeTensor, ...]:
+        for side in ("left", "right"):
+            if f"{side}_bound" in given:
+                given[f"diagonal_band_{side}_bound"] = given.pop(f"{side}_bound")
+        made = tuple(FakeTensor() for _ in range(4))
         self.node = ("forward", given, made)
         return made
 
@@ -116,6 +126,17 @@ class FakeGraph:
         if self.fake.plans[index] in self.fake.broken:
             raise RuntimeError("does not compile")
         self.built.append(index)
+        self._plan_index = index
+
+    def serialize(self, *, as_bytes: bool) -> bytes:
+        assert as_bytes
+        self.fake.kept[len(self.fake.kept)] = self
+        return str(len(self.fake.kept) - 1).encode()
+
+    def deserialize(self, handle: Any, data: bytes) -> None:
+        """Takes the place of the graph that was written."""
+        self.__dict__ |= self.fake.kept[int(data)].__dict__
+        self._plans, self._lowered_graph = [], SimpleNamespace(_execute_with_raw_ptrs=self._execute)
 
     def get_workspace_size_plan_at_index(self, index: int) -> int:
         return self.fake.workspace
@@ -127,10 +148,15 @@ class FakeGraph:
 
     def _execute(self, address: int, count: int, space: int, handle: int, plan: int) -> None:
         assert count == len(self.tensors)
-        assert plan in self.built
+        assert plan in self.built or (plan == -1 and not self._plans)
         assert (space != 0) == (self.fake.workspace > 0)
         pointers = (ctypes.c_int64 * count).from_address(address)
         self._run(dict(zip(sorted(self.tensors), pointers, strict=True)), handle)
+
+    def execute(self, given: dict[int, int], space: int, *, handle: Any) -> None:
+        """The plan that was loaded."""
+        assert not self._plans
+        self.execute_plan_at_index(given, space, -1, handle)
 
     def execute_plan_at_index(
         self, given: dict[int, int], space: int, plan: int, handle: Any
@@ -194,6 +220,7 @@ class _Run:
         """[heads, rows, read keys], and what is hidden of it."""
         g = self.given
         q = self.part(g["q"], entry, rows).double()
+        q = q * self.number("descale_q") * self.number("descale_k")
         k = self.part(g["k"], entry, read).double().repeat_interleave(self.h // self.h_kv, 0)
         s = g["attn_scale"] * q @ k.transpose(1, 2)
         i, j = torch.arange(rows)[:, None], torch.arange(read)[None]
@@ -211,6 +238,11 @@ class _Run:
         if (right := g.get("diagonal_band_right_bound")) is not None:
             hidden = hidden | (j > i + shift + right)
         return s, hidden
+
+    def number(self, name: str) -> float:
+        """A scale of an FP8 graph, 1 for others."""
+        tensor = self.given.get(name)
+        return 1.0 if tensor is None else float(self.flat(tensor, 1)[0])
 
     def run(self) -> None:
         for entry in range(self.b):
@@ -236,6 +268,12 @@ class _Run:
         dense = self.given["q"].facts["at"] is None
         if dense:
             self.part(self.made[0], entry, self.s_q).zero_()
+        if "scale_s" in self.given:
+            top = s.amax(-1, keepdim=True)
+            steep = (s - top).exp() * self.number("scale_s")
+            rounded = steep.float().to(torch.float8_e4m3fn).double() * self.number("descale_s")
+            p = rounded * (top - lse).exp()
+            v = v * self.number("descale_v") * self.number("scale_o")
         self.part(self.made[0], entry, rows).copy_(p @ v)
         if self.given["generate_stats"]:
             if dense:
@@ -298,6 +336,7 @@ class FakeCudnn:
         self.calls: list[tuple[FakeGraph, int]] = []
         self.handles: list[SimpleNamespace] = []
         self.public = 0
+        self.kept: dict[int, FakeGraph] = {}
 
     def backend_version(self) -> int:
         return self.version

@@ -14,7 +14,7 @@ from te_ops.basic.score import soft_cap
 from te_ops.basic.sequences import alibi_slopes, constant_vector
 from te_ops.graph import Graph, Spec, Value
 from te_ops.registry import Call
-from tests.backends.cudnn.calls import call_of
+from tests.backends.cudnn.calls import call_of, quantized
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CAUSAL, ENDING = Band(right=0), Band(right=0, diagonal="bottom_right")
@@ -34,6 +34,7 @@ class Case:
     backward: bool = False
     writes: tuple[int, ...] = (0, 1)
     left_out: tuple[str, ...] = ()
+    fp8: bool = False
 
     def operands(self) -> dict[str, torch.Tensor]:
         """By name."""
@@ -55,7 +56,8 @@ class Case:
         writes = (0, 1, 2) if self.backward else self.writes
         if self.backward and not {"bias", "slopes"}.isdisjoint(xs):
             writes = (0, 1, 2, 3)
-        return problem_of(call_of(xs, writes=writes, backward=self.backward, **attrs))
+        given = quantized(xs) if self.fp8 else xs
+        return problem_of(call_of(given, writes=writes, backward=self.backward, **attrs))
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -90,13 +92,25 @@ BACK = {"backward": True}
 
 PAIRS: dict[str, tuple[Case, Case]] = {
     "dtype": (Case(dtype=FP32), Case(dtype=FP16)),
+    "fp8 of fp64": (Case(dtype=torch.float64, fp8=True), Case(dtype=FP32, fp8=True)),
+    "fp8 features": (Case(d=(72, 72), fp8=True), Case(d=(80, 80), fp8=True)),
+    "fp8 bias": (Case(more=BIAS, fp8=True), Case(fp8=True)),
+    "fp8 slopes": (
+        Case(more=(("slopes", (4,), FP32),), attrs={"band": CAUSAL}, fp8=True),
+        Case(attrs={"band": CAUSAL}, fp8=True),
+    ),
+    "fp8 diagonal": (
+        Case(s=(100, 256), attrs={"band": ENDING}, fp8=True),
+        Case(s=(256, 256), attrs={"band": ENDING}, fp8=True),
+    ),
+    "fp8 one query": (Case(s=(1, 256), fp8=True), Case(s=(2, 256), fp8=True)),
+    "fp8 lengths": (Case(more=LENS, fp8=True), Case(fp8=True)),
+    "fp8 window": (Case(attrs={"band": Band(31, 0)}, fp8=True), Case(attrs={"band": CAUSAL}, fp8=True)),
+    "fp8 peak": (Case(writes=(0, 1, 2), fp8=True), Case(writes=(0, 1), fp8=True)),
+    "fp8 dropout": (Case(more=SEED, attrs={"dropout": 0.1}, fp8=True), Case(more=SEED, attrs={"dropout": 0.1})),
     "empty": (Case(b=0), Case(b=1)),
     "features": (Case(d=(60, 60)), Case(d=(72, 72))),
     "many features": (Case(d=(264, 264)), Case(d=(256, 256))),
-    "paged": (
-        Case(more=(("page_table", (2, 16), torch.int32), LENS[1]), attrs={"kv_layout": "paged"}),
-        Case(more=LENS),
-    ),
     "score": (Case(attrs={"score": soft_cap(30.0)}), Case()),
     "scale": (Case(more=(("scale", (), FP32),), attrs={"scale": None}), Case()),
     "pre-bias": (Case(more=(("pre_bias", (1, 4, 256, 256), BF16),)), Case(more=BIAS)),

@@ -160,6 +160,41 @@ def tokens_to_batch() -> Made:
     return xs, {**attrs, "kv_layout": "bshd"}
 
 
+def pages() -> Made:
+    """A pool with NaN where nothing was written, a page that two sequences share, one sequence without keys."""
+    pool = {name: rand(9, 8, 2, 16) for name in ("k", "v")}
+    table = torch.tensor([[3, 1, 7], [3, 2, 0], [5, 5, 5]], dtype=torch.int32)
+    lens = torch.tensor([17, 11, 0])
+    used = torch.zeros(9, 8, dtype=torch.bool)
+    for e, n in enumerate(lens.tolist()):
+        for j in range(n):
+            used[table[e, j // 8], j % 8] = True
+    for x in pool.values():
+        x[~used] = math.nan
+    table[2] = -1  # of no page
+    more = {"page_table": table, "kv_lens": lens, "q_lens": torch.tensor([4, 3, 0])}
+    band = Band(right=0, diagonal="bottom_right")
+    return {"q": rand(3, 4, 4, 16), **pool, **more}, {"kv_layout": "paged", "band": band}
+
+
+def pages_of_a_ring() -> Made:
+    xs, attrs = pages()
+    xs |= {"kv_starts": torch.tensor([2, 0, 0]), "kv_lens": torch.tensor([15, 11, 0])}
+    return xs, attrs
+
+
+@pytest.mark.parametrize("case", [pages, pages_of_a_ring])
+def test_pages(cudnn: FakeCudnn, case: Callable[[], Made]) -> None:
+    GEN.manual_seed(0)
+    xs, attrs = case()
+    call = call_of(xs, writes=(0, 1), scale=0.25, **attrs)
+    for got, wanted in zip(
+        run(call, launch.bind(call), xs), run(call, bind_reference(call), xs), strict=True
+    ):
+        assert_close(got.float(), wanted.float(), rtol=0.05, atol=0.02)
+    assert len(cudnn.calls) == 1
+
+
 CASES: tuple[Callable[[], Made], ...] = (
     causal, full, window, bottom_right, sequence_first, packed, odd_strides, bias, one_query, mask,
     padding_mask_with_holes, sink, right_padding, cross_padding, left_padding, tokens, tokens_full,

@@ -187,7 +187,7 @@ def test_engines_of_the_frontend_are_left_out(cudnn: FakeCudnn) -> None:
 
 def test_the_measured_plan_is_taken(cudnn: FakeCudnn) -> None:
     xs, attrs = causal()
-    with tuning._collected() as offered:
+    with tuning.collected() as offered:
         call, launched = forward(xs, **attrs)
     (trial,) = offered
     assert trial.candidates() == ["first", "second"]
@@ -201,7 +201,7 @@ def test_the_measured_plan_is_taken(cudnn: FakeCudnn) -> None:
 
 def test_packed_sequences_are_measured_over_memory_of_their_tokens(cudnn: FakeCudnn) -> None:
     xs, attrs = tokens()
-    with tuning._collected() as offered:
+    with tuning.collected() as offered:
         forward(xs, **attrs)
     (trial,) = offered
     assert isinstance(trial, plans.Trial)
@@ -304,3 +304,26 @@ def test_addresses_off_16_bytes_are_copied(cudnn: FakeCudnn) -> None:
     call, launched = forward(xs, **attrs)
     wanted = run(call, launched, xs)[0]
     assert torch.equal(run(call, launched, {**xs, "k": off})[0], wanted)
+
+
+def test_small_workspaces_lie_ready_for_each_thread_and_stream(cudnn: FakeCudnn) -> None:
+    """Kernels of two threads may alternate on a stream, so they never share one; a release gives all back."""
+    cpu, found = torch.device("cpu"), []
+    thread = threading.Thread(target=lambda: found.append(library.scratch(cpu, 7)))
+    thread.start()
+    thread.join()
+    mine = library.scratch(cpu, 7)
+    assert library.scratch(cpu, 7) == mine
+    assert len({mine, library.scratch(cpu, 8), *found}) == 3
+    plans.forget()
+    assert not library._SCRATCH
+
+
+@pytest.mark.parametrize("workspace", [64, library.SCRATCH + 1])
+def test_large_workspaces_are_of_the_call(cudnn: FakeCudnn, workspace: int) -> None:
+    cudnn.workspace = workspace
+    xs, attrs = causal()
+    call, launched = forward(xs, **attrs)
+    for _ in range(2):  # the first call prepares
+        run(call, launched, xs)
+    assert bool(library._SCRATCH) == (workspace <= library.SCRATCH)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 import te_ops as te
 from te_ops.backends import cudnn as backend
+from te_ops.backends.cudnn import launch, sequences
 from te_ops.registry import REGISTRY
 from te_ops.runtime import cache
 from te_ops.testing import assert_close
@@ -101,3 +104,80 @@ def test_quantized_operands_run_as_what_they_stand_for(hopper: FakeCudnn) -> Non
         assert_close(a.float(), b.float(), rtol=0.05, atol=0.03)
     with REGISTRY.without("cudnn."):
         assert not torch.equal(wanted[0], step(op, x)[0]), "nothing was quantized"
+
+
+def rows_of_blocks(hopper: FakeCudnn) -> list[int]:
+    """The longest sequence that each graph was made for."""
+    ran = {id(graph): graph for graph, _ in hopper.calls}
+    return [graph.node[1]["q"].facts["dim"][2] for graph in ran.values() if graph.node]
+
+
+def thd(
+    table: te.PackedSequences, rows: int
+) -> tuple[te.Attention, torch.Tensor, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    op = te.Attention(4, 2, packed=True, qkv_format="thd", return_lse=True)
+    x = torch.randn(rows, 8 * 16).bfloat16()
+    with REGISTRY.without("cudnn."):
+        return op, x, step(op, x, table)
+
+
+def near(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for a, b in zip(got, wanted, strict=True):
+        assert_close(a.float(), b.float(), rtol=0.05, atol=0.02)
+
+
+def test_sequences_without_gaps(hopper: FakeCudnn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are made for the longest, nothing is cleaned, and what follows from lengths is made once."""
+    table = te.PackedSequences([0, 200, 200, 330, 600])
+    op, x, wanted = thd(table, 600)
+    made: list[int] = []
+    facts = launch.facts_of
+    monkeypatch.setattr(launch, "facts_of", lambda *xs: (made.append(1), facts(*xs))[1])
+    monkeypatch.setattr(sequences, "cleaned", lambda *_: pytest.fail("there is nothing to clean"))
+    for _ in range(3):
+        near(step(op, x, table), wanted)
+    assert rows_of_blocks(hopper) == [512, 512]  # of 270, a power of two
+    assert len(made) == 2, "one for each direction"
+    near(step(op, x, te.PackedSequences([0, 200, 200, 330, 600])), wanted)
+    assert len(hopper.graphs) == 4, "and those that a capture asks for, of which nothing is known"
+
+
+@pytest.mark.parametrize("padded", [[0, 128, 228], None])
+def test_rows_of_no_sequence_are_cleaned(hopper: FakeCudnn, padded: list[int] | None) -> None:
+    """In a gap, or behind the last sequence."""
+    table = te.PackedSequences([0, 100, 200], cu_q_padded=padded)
+    op, x, wanted = thd(table, 228)
+    gap = slice(100, 128) if padded else slice(200, 228)
+    x[gap] = torch.nan
+    got = step(op, x, table)
+    near(got[:2], wanted[:2])
+    assert not got[0][gap].any()
+    assert not got[2][gap].any(), "their gradients are 0"
+    assert rows_of_blocks(hopper) == [128, 128]
+
+
+def test_a_table_that_is_written_to(hopper: FakeCudnn) -> None:
+    """What was known of it is not known any longer; it is followed as it is."""
+    table = te.PackedSequences([0, 100, 200, 300])
+    op, x, wanted = thd(table, 300)
+    near(step(op, x, table), wanted)
+    table.as_subclass(torch.Tensor).copy_(te.PackedSequences([0, 280, 280, 300]))
+    _, _, wanted = thd(table, 300)
+    near(step(op, x, table), wanted)
+    assert rows_of_blocks(hopper) == [128, 128, 384, 384]
+
+
+def test_tables_are_let_go() -> None:
+    table = te.PackedSequences([0, 5, 9])
+    op = te.Attention(2, packed=True, qkv_format="thd")
+    op(torch.randn(9, 48), table)
+    assert table._parts is not None
+    seen = weakref.ref(table._parts[1])
+    gc.disable()
+    try:
+        del table
+        op(torch.randn(9, 48), te.PackedSequences([0, 9, 9]))
+        assert seen() is None, "without the collector"
+    finally:
+        gc.enable()
