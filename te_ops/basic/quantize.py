@@ -105,6 +105,17 @@ def _mark_gradient(g: Graph, node: Node, dy: Value) -> tuple[Value]:
     return (g.call(MARK, dy, **node.attrs),)
 
 
+@prim("cached_input", infer=same, cheap=True)
+def CACHED(x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+    """Where backward is to read a record of x instead of x; the quantize pass replaces it. Forward reads x."""
+    return x
+
+
+@gradient(CACHED)
+def _cached_gradient(g: Graph, node: Node, dy: Value) -> tuple[Value]:
+    return (dy,)
+
+
 class Quantize(Op):
     """Quantizes its input (forward) and/or the gradient that passes it (backward), by the recipe in force.
 
@@ -167,4 +178,13 @@ class Dequantize(Op):
         return cast(g, x, self.dtype)
 
 
-__all__ = ["AMAX", "DEQUANTIZE", "MARK", "QUANTIZE", "TRANSPOSE_RECORD", "Dequantize", "Quantize"]
+__all__ = [
+    "AMAX",
+    "CACHED",
+    "DEQUANTIZE",
+    "MARK",
+    "QUANTIZE",
+    "TRANSPOSE_RECORD",
+    "Dequantize",
+    "Quantize",
+]

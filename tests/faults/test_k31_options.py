@@ -56,11 +56,17 @@ def _scaled(n: int = 2 * W) -> Callable[[], Inputs]:
     return made
 
 
+def _beside_a_large_one() -> Inputs:
+    """The sign of a value is lost where another one takes the whole range of its block."""
+    return (torch.tensor([[1e9, 1.0, -1.0]]),)
+
+
 ROWS = _x(6, W)
 PAIR = _x(6, 2 * W)
 _D = torch.bfloat16
 _META = {"device": ("cpu", "meta"), "dtype": (torch.float32, _D)}
-_GATE = {"glu_interleave_size": (None, 4)}
+_CACHE = {"cache_quantized_input": (False, True)}
+_GATE = {"glu_interleave_size": (None, 4), **_CACHE}
 _CLAMP = {"limit": (7.0, 0.5), "alpha": (1.702, 1.0), "glu_linear_offset": (1.0, 0.0), **_GATE}
 _SITU = {"beta1": (4.0, 1.0), "beta2": (25.0, 1.0), **_GATE}
 _NORM = {
@@ -94,13 +100,15 @@ OPS: dict[str, tuple[dict[str, Any], Callable[[], Inputs], dict[str, tuple[Any, 
     "RMSNorm": ({"normalized_shape": W}, ROWS, _NORM),
     "LayerNorm": ({"normalized_shape": W}, ROWS, _NORM),
     "L2Normalization": ({}, ROWS, {"eps": (1e-6, 1.0)}),
-    "GELU": ({}, ROWS, {"approximate": ("tanh", "none")}),
-    **{name: ({}, ROWS, {}) for name in ("ReLU", "SReLU", "QGELU", "SiLU", "Identity", "Cut")},
+    "GELU": ({}, ROWS, {"approximate": ("tanh", "none"), **_CACHE}),
+    **{name: ({}, ROWS, _CACHE) for name in ("SReLU", "QGELU", "SiLU")},
+    "ReLU": ({}, _beside_a_large_one, _CACHE),
+    **{name: ({}, ROWS, {}) for name in ("Identity", "Cut")},
     **{name: ({}, PAIR, _GATE) for name in ("GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU", "SwiGLU")},
     "ClampedSwiGLU": ({}, PAIR, _CLAMP),
     "SiTUGLU": ({}, PAIR, _SITU),
     "ScaledSwiGLU": ({}, _scaled(), _GATE),
-    "ScaledSReLU": ({}, _scaled(W), {}),
+    "ScaledSReLU": ({}, _scaled(W), _CACHE),
     "ScaledClampedQGeGLU": ({}, _scaled(), _CLAMP),
     "ScaledSiTUGLU": ({}, _scaled(), _SITU),
     "Dropout": ({"seed": 1}, ROWS, {"p": (0.5, 0.2), "seed": (1, 2), "offset": (0, 1)}),
@@ -415,6 +423,7 @@ def _seven(amax: Any, scale: torch.Tensor, fp8_max: float, recipe: Any) -> torch
 _F = te.recipe.Format
 _SPLIT = ((False, True, True), (True, False, False))
 _OVERRIDE = (None, "high_precision")
+_ATTENTION: dict[str, tuple[Any, Any]] = {"fp8_dpa": (False, True), "fp8_mha": (False, True)}
 RECIPE_OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
     "DelayedScaling": {
         "margin": (0, 2),
@@ -423,7 +432,9 @@ RECIPE_OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
         "amax_compute_algo": ("max", _half),
         "scaling_factor_compute_algo": (None, _seven),
         "reduce_amax": (True, False),
+        "use_power_2_scales": (False, True),
         "backward_override": _OVERRIDE,
+        **_ATTENTION,
     },
     "Float8CurrentScaling": {
         "use_power_2_scales": (False, True),
@@ -431,6 +442,7 @@ RECIPE_OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
         "fp8_format": (_F.HYBRID, _F.E4M3),
         "split_accumulator": _SPLIT,
         "backward_override": _OVERRIDE,
+        **_ATTENTION,
     },
     "Float8BlockScaling": {
         "use_f32_scales": (False, True),
@@ -439,11 +451,13 @@ RECIPE_OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
         "w_block_scaling_dim": (2, 1),
         "grad_block_scaling_dim": (1, 2),
         "backward_override": _OVERRIDE,
+        **_ATTENTION,
     },
     "MXFP8BlockScaling": {
         "fp8_format": (_F.E4M3, _F.HYBRID),
         "enable_2d_quantization": (False, True),
         "backward_override": _OVERRIDE,
+        **_ATTENTION,
     },
     "NVFP4BlockScaling": {
         "disable_rht": (False, True),
@@ -454,6 +468,7 @@ RECIPE_OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
         "nvfp4_4over6_e4m3_use_256": ("all", "none"),
         "nvfp4_4over6_err_mode": ("MAE", "MSE"),
         "backward_override": _OVERRIDE,
+        **_ATTENTION,
     },
     "CustomRecipe": {
         "qfactory": (lambda _: te.MXFP8Quantizer(), lambda _: None),
@@ -468,11 +483,21 @@ RECIPE_OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
 }
 RECIPE_FIXED: dict[str, dict[str, Any]] = {
     "CustomRecipe": {"qfactory": lambda _: te.MXFP8Quantizer()},
+    "fp8_mha": {"fp8_dpa": True},
     "x_block_scaling_dim": {"w_block_scaling_dim": 1},
     "grad_block_scaling_dim": {"w_block_scaling_dim": 1},
     "nvfp4_4over6_e4m3_use_256": {"nvfp4_4over6": "all"},
     "nvfp4_4over6_err_mode": {"nvfp4_4over6": "all"},
 }
+
+
+def _attended(recipe: te.Recipe) -> Any:
+    """The output of attention that ends a pipeline: its type, and its numbers."""
+    torch.manual_seed(0)
+    with te.autocast(recipe=recipe):
+        y = te.Attention(2)(*(torch.randn(1, 8, 2, 16) for _ in range(3)))
+    quantized = isinstance(y, te.QuantizedTensor)
+    return [quantized, (y.dequantize() if quantized else y).tolist()]
 
 
 def _trained(make: Callable[[], te.Recipe]) -> Any:
@@ -494,7 +519,7 @@ def _trained(make: Callable[[], te.Recipe]) -> Any:
         plan = model.plan(x)
     accumulation = [str(s.nodes) for segment in plan.segments for s in segment.forward_steps]
     gemms = [recipe.accumulation(p) for p in te.graph.Phase]
-    return [seen, accumulation, gemms]
+    return [seen, accumulation, gemms, _attended(recipe)]
 
 
 def test_every_recipe_and_keyword_is_in_the_table() -> None:
