@@ -1,6 +1,7 @@
 # make demo    train a small model in several formats and compare (sets up .venv on the first run)
 # make test    all tests, doctests and the Python blocks of the pages
 # make check   what CI runs: format, lint, types, layers, docs, then the tests
+# make kernels every kernel for every architecture, without a GPU: registers and spills (minutes)
 # make docs    the pages, in site/
 #
 # PY=python3 uses an interpreter that has everything: no set-up, no network.
@@ -22,7 +23,7 @@ RUN := $(VENV)/.run
 DEV := $(VENV)/.dev
 endif
 
-.PHONY: demo test check docs size clean
+.PHONY: demo test check kernels docs size clean
 .DELETE_ON_ERROR:
 
 demo: $(RUN)
@@ -39,6 +40,10 @@ check: $(DEV)
 	$(PY) -c 'from importlinter.cli import lint_imports_command as run; run()'
 	$(PY) -m sphinx -W --keep-going -q -b html docs site
 	$(PYTEST) --shuffle $$(date +%Y%j)
+
+kernels: $(DEV)
+	$(PY) -m scripts.kernel_report
+	$(PY) -m scripts.cutlass_report
 
 docs: $(DEV)
 	$(PY) -m sphinx -W --keep-going -q -b html docs site

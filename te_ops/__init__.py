@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 import importlib
 
 from te_ops import backends, basic, fused, graph, math, recipe, registry, runtime
-from te_ops.backends import reference, register_cuda
+from te_ops.backends import reference, register_cuda, register_hooks
 from te_ops.basic.activation import (
     GEGLU,
     GELU,
@@ -92,6 +92,7 @@ def __getattr__(name: str) -> object:
 
 reference.register()
 registry.REGISTRY.when("cuda", register_cuda)
+register_hooks()
 fused.register()
 registry.load_plugins()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from te_ops.errors import Error
+
 
 def flag(name: str, default: bool) -> bool:
     """`TE_OPS_<name>` as a switch: 0, false, off and no are False."""
@@ -16,6 +18,37 @@ def flag(name: str, default: bool) -> bool:
 def text(name: str, default: str) -> str:
     """`TE_OPS_<name>` as text."""
     return os.environ.get(f"TE_OPS_{name}", default)
+
+
+def number(name: str, default: int, *, least: int = 0) -> int:
+    """`TE_OPS_<name>` as a whole number.
+
+    Raises:
+        Error: it is none, or smaller than `least`.
+    """
+    value = os.environ.get(f"TE_OPS_{name}", "").strip()
+    if not value:
+        return default
+    if not value.isdecimal() or int(value) < least:
+        raise Error(f"TE_OPS_{name} is a whole number from {least} on, got {value!r}")
+    return int(value)
+
+
+def choice(name: str, default: str, among: tuple[str, ...]) -> str:
+    """`TE_OPS_<name>` as one of some words.
+
+    Raises:
+        Error: it is another word.
+    """
+    value = os.environ.get(f"TE_OPS_{name}", "").strip().lower() or default
+    if value not in among:
+        raise Error(f"TE_OPS_{name} is one of {', '.join(among)}, got {value!r}")
+    return value
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """All variables with these changes, for a process that is to be started."""
+    return {**os.environ, **changes}
 
 
 def variables() -> dict[str, str]:

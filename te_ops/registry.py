@@ -38,8 +38,9 @@ class Rule:
     `stage="joint"` rules are rewrites before differentiation and carry `rewrite`; `"phase"` rules only group nodes.
     `together` groups nodes of the chain's kinds that share an input or, with `key`, those for which it gives the same
     answer (None: none of them), which need not share anything. Nodes of the kinds in `follow` come along when they
-    read a result of one of the grouped, which may then be a single node. `exact` rounds inner values that are not
-    written; without it they stay FP32. Operands of prims named in `commutes` are shown chain operand first.
+    read a result of one of the grouped, which may then be a single node; of a chain, its last node's, and the rule
+    matches only where there is one. `exact` rounds inner values that are not written; without it they stay FP32.
+    Operands of prims named in `commutes` are shown chain operand first.
     """
 
     name: str
@@ -58,8 +59,8 @@ class Rule:
             raise PlanError(f"rule {self.name}: the chain {self.chain} has no required primitive")
         if (self.rewrite is not None) != (self.stage == "joint"):
             raise PlanError(f"rule {self.name}: joint rules need rewrite=, phase rules take none")
-        if (self.follow or self.key is not None) and not self.together:
-            raise PlanError(f"rule {self.name}: follow= and key= are for rules with together=True")
+        if self.key is not None and not self.together:
+            raise PlanError(f"rule {self.name}: key= is for rules with together=True")
         if isinstance(self.follow, str):
             raise PlanError(
                 f"rule {self.name}: follow= is a tuple of primitives, got {self.follow!r}"
@@ -175,7 +176,8 @@ class Kernel:
     """Runs a primitive or a rule (`runs`). `refuse(call)` says why not, `bind(call)` prepares a launch once.
 
     `recorded`: its launches report every device operation that is no torch call to the recorder of
-    `te_ops.runtime.tape`, so that a plan may issue them again without running the launch.
+    `te_ops.runtime.tape`, so that a plan may issue them again without running the launch. `remark(call)` is what
+    `explain()` says of a call that the kernel took, None for nothing.
     """
 
     runs: str
@@ -187,6 +189,7 @@ class Kernel:
     refuse: Callable[[Call], str | None] = field(default=_accept, compare=False)
     available: Callable[[], str | None] = field(default=lambda: None, compare=False)
     recorded: bool = False
+    remark: Callable[[Call], str | None] = field(default=_accept, compare=False)
 
     def reason(self, call: Call) -> str | None:
         """None if the kernel takes the call."""
@@ -212,6 +215,8 @@ class Registry:
         self._loaded: set[str] = set()  # by `prepare`: they outlive a `temporary`
         self._later: list[tuple[tuple[Rule | Kernel, ...], bool]] = []
         self._releases: dict[str, Callable[[], Any]] = {}
+        self._boundaries: dict[str, Callable[[bool], int]] = {}
+        self._settles: dict[str, Callable[[], bool]] = {}
 
     def add(self, *made: Rule | Kernel, replace: bool = False) -> None:
         """Register rules and kernels.
@@ -232,12 +237,29 @@ class Registry:
         """Register these at the next step boundary (`te.step()`), so that no kernel changes within a step."""
         self._later.append((made, replace))
 
-    def boundary(self) -> int:
-        """Register what waits for a step boundary; returns how many rules and kernels that were."""
+    def boundary(self, *, together: bool = False) -> int:
+        """Register what waits for a step boundary; returns how many rules and kernels that were.
+
+        `together`: every rank of the process group is at this place.
+        """
         waiting, self._later = self._later, []
         for made, replace in waiting:
             self.add(*made, replace=replace)
-        return sum(len(made) for made, _ in waiting)
+        ready = sum(hook(together) for hook in list(self._boundaries.values()))
+        self.version += ready > 0
+        return sum(len(made) for made, _ in waiting) + ready
+
+    def on_boundary(self, name: str, hook: Callable[[bool], int]) -> None:
+        """Call `hook(together)` at every step boundary: how many kernels stop or start refusing calls there."""
+        self._boundaries[name] = hook
+
+    def on_settle(self, name: str, hook: Callable[[], bool]) -> None:
+        """Call `hook` after every plan that was made: whether it is made again, since a kernel refused only for now."""
+        self._settles[name] = hook
+
+    def settle(self) -> bool:
+        """Let backends wait for what the last plan asked for; True if it is to be made again."""
+        return sum(hook() for hook in list(self._settles.values())) > 0  # each of them has its turn
 
     def on_release(self, name: str, release: Callable[[], Any]) -> None:
         """Call `release` when users free workspaces; a second one of the same name takes the first one's place."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
-CUDA = ("cublas", "cuda", "cudnn", "sdpa")
+from te_ops.registry import REGISTRY
+
+CUDA = ("cublas", "cuda", "cudnn", "cutlass", "sdpa", "twin")
 
 
 def register_cuda() -> None:
@@ -16,4 +19,14 @@ def register_cuda() -> None:
         importlib.import_module(f"te_ops.backends.{name}").register()
 
 
-__all__ = ["CUDA", "register_cuda"]
+def register_hooks() -> None:
+    """Who takes part in step boundaries: on every rank, also on one that never plans for a device."""
+
+    def kernels() -> Any:
+        return importlib.import_module("te_ops.backends.cutlass.runtime").KERNELS
+
+    REGISTRY.on_boundary("cutlass", lambda together: kernels().boundary(together))
+    REGISTRY.on_settle("cutlass", lambda: kernels().settle())
+
+
+__all__ = ["CUDA", "register_cuda", "register_hooks"]

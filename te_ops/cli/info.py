@@ -18,6 +18,7 @@ from rich.table import Table
 import te_ops
 from te_ops import config, registry
 from te_ops.backends.cublas.choices import shipped
+from te_ops.backends.cutlass import status
 from te_ops.errors import Error
 from te_ops.registry import REGISTRY, Kernel, Rule
 from te_ops.runtime.cache import arch_of
@@ -34,7 +35,9 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 
 CACHES = {
     "compiled kernels": ("CUDA_CACHE", "cuda", "*.cubin"),
+    "fused GEMMs": ("CUTLASS_CACHE", "cutlass", "*.o"),
     "tuned products": ("TUNE_CACHE", "tune", "*.json"),
+    "attention plans": ("PLAN_CACHE", "plans", "*.plan"),
 }
 """The variable that names a folder, its default in the user's cache, and the files in it."""
 
@@ -75,6 +78,7 @@ def collect() -> dict[str, Any]:
             if isinstance(k, Kernel)
         ],
         "caches": {name: _cache(*where) for name, where in CACHES.items()},
+        "fused GEMMs": status.collect(),
         "measured": {place: len(found) for place, found in shipped().items()},
         "plugins": dict(registry.PLUGINS),
         "variables": config.variables(),
@@ -165,6 +169,8 @@ def _show(found: dict[str, Any]) -> None:
     console.print(rules)
     for name, c in found["caches"].items():
         console.print(f"Cache of {name} ({c['variable']}): {_where(c)}")
+    for line in status.lines(found["fused GEMMs"]):
+        console.print(line)
     measured = ", ".join(f"{place}: {n} products" for place, n in found["measured"].items())
     console.print(f"Measured algorithms in the package: {measured or 'none'}")
     for title, items in (("Plugins", found["plugins"]), ("Variables", found["variables"])):

@@ -17,7 +17,7 @@ from te_ops.compiler.joint import joint
 from te_ops.compiler.legalize import legalize
 from te_ops.compiler.passes import PIPELINE_SLOTS, SEGMENT_SLOTS, passes
 from te_ops.compiler.plan import Backward, Plan, Result, Saved, Segment, Step
-from te_ops.compiler.quantize import quantize
+from te_ops.compiler.quantize import quantize, returns_record
 from te_ops.compiler.remat import remat
 from te_ops.compiler.schedule import schedule
 from te_ops.compiler.trace import trace
@@ -51,7 +51,7 @@ def assemble(request: Request, g: Graph, outputs: tuple[Value, ...], key: dict[s
     single = len(outputs) == 1
     work = Work(request, g, outputs)
     passes.run(PIPELINE_SLOTS, work)
-    work.outputs, views = _peel(work.g, work.outputs)
+    work.outputs, views = _peel(work)
     needs = _needs(work)
     pieces = split(work)
     slots: dict[Value, int] = {}
@@ -106,14 +106,21 @@ def _pass_on(piece: Piece, slots: dict[Value, int]) -> None:
     piece.exports = kept
 
 
-def _peel(g: Graph, outputs: tuple[Value, ...]) -> tuple[tuple[Value, ...], list[tuple[Node, ...]]]:
-    """Views at the end of the pipeline are taken outside the autograd node, so that users may write into them."""
+def _peel(work: Work) -> tuple[tuple[Value, ...], list[tuple[Node, ...]]]:
+    """Views at the end of the pipeline are taken outside the autograd node, so that users may write into them.
+
+    Not those of a record, into which nobody writes.
+    """
+    g = work.g
     bases, chains = [], []
-    for value in outputs:
+    for value in work.outputs:
         chain: list[Node] = []
         node = g.node(value)
         while node.prim is CUT or (
-            node.prim.nature == "view" and node.prim.n_out == 1 and len(node.inputs) == 1
+            node.prim.nature == "view"
+            and node.prim.n_out == 1
+            and len(node.inputs) == 1
+            and not returns_record(work.request, g.node(node.inputs[0]))
         ):
             if node.prim is not CUT:
                 chain.append(node)

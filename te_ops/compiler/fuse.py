@@ -100,6 +100,7 @@ class _Matcher:
             self.work.note(rule.name, nodes, name, reason)
         if kernel is None:
             return False
+        _remark(self.work, kernel, call)
         for member in nodes:
             self.taken[member.id] = len(self.groups)
             self.furthest = max(self.furthest, member.id)
@@ -107,7 +108,10 @@ class _Matcher:
         return True
 
     def _matches(self, rule: Rule, node: Node) -> list[tuple[Node, ...]]:
-        return self._siblings(rule, node) if rule.together else self._chains(rule, node)
+        if rule.together:
+            return self._siblings(rule, node)
+        found = self._chains(rule, node)
+        return self._followed(rule, found) if rule.follow else found
 
     def _chains(self, rule: Rule, node: Node) -> list[tuple[Node, ...]]:
         """All matches of the chain that start at the node, along any operand and any output."""
@@ -129,6 +133,18 @@ class _Matcher:
             if node.prim.name in names:
                 walk(after, (node,))
         return list(found.values())
+
+    def _followed(self, rule: Rule, chains: list[tuple[Node, ...]]) -> list[tuple[Node, ...]]:
+        """Chains with the readers of their last node that come along: all of them, or those of one kind."""
+        found: dict[tuple[Node, ...], None] = {}
+        for chain in chains:
+            last = chain[-1]
+            readers = {n.id: n for n in self._followers(last) if _one_phase(last, n)}
+            for kinds in (rule.follow, *((name,) for name in rule.follow)):
+                more = tuple(readers[i] for i in sorted(readers) if readers[i].prim.name in kinds)
+                if more:
+                    found[(*chain, *more)] = None
+        return list(found)
 
     def _followers(self, node: Node) -> Iterator[Node]:
         for i in range(len(self.work.g.specs[node.id])):
@@ -296,6 +312,13 @@ def choose(runs: str, call: Call) -> tuple[Kernel | None, list[tuple[str, str]]]
     return None, reasons
 
 
+def _remark(work: Work, kernel: Kernel, call: Call) -> None:
+    """What the kernel has to say of a call that it took."""
+    said = kernel.remark(call)
+    if said is not None:
+        work.note("select", call.nodes, "", f"{kernel.name}: {said}")
+
+
 def groups_of(work: Work) -> list[Group]:
     """The groups of the phase rules; forward and backward of a segment are matched together."""
     matcher = _Matcher(work, work.g.live(work.roots()))
@@ -331,6 +354,7 @@ def select(work: Work) -> None:
         for name, reason in reasons:
             if not reason.startswith("needs "):  # a kernel for other devices is no news
                 work.note(node.prim.name, (node,), name, reason)
+        _remark(work, kernel, call)
         singles.append(Group((node,), kernel, None, call.reads, call.writes, call=call))
     ordered = toposort([*work.groups, *singles])
     work.forward = [s for s in ordered if s.nodes[0].phase is Phase.FORWARD]

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from te_ops.errors import PlanError
-from te_ops.pointwise.expr import Expr, float32, intern, walk
+from te_ops.pointwise.expr import Const, Expr, float32, intern, walk
 from te_ops.pointwise.function import COMPONENTS, Fn
 from te_ops.pointwise.table import OPERATORS
 
@@ -96,6 +96,10 @@ def _sigmoid(x):
     return 1.0 / (1.0 + _math.exp(-x))
 
 
+def _sigmoids(x):
+    return _sigmoid(x), _sigmoid(-x)
+
+
 """
 
 _CUTEDSL_FAST = """\
@@ -109,6 +113,13 @@ def _tanh(x):
 
 def _sigmoid(x):
     return _cute.arch.rcp_approx(1.0 + _exp(-x))
+
+
+def _sigmoids(x):
+    small = _exp(-_math.absf(x))
+    far = _cute.arch.rcp_approx(1.0 + small)
+    near = small * far
+    return _where(x > 0.0, far, near), _where(x > 0.0, near, far)
 
 
 """
@@ -172,8 +183,17 @@ def lower(fn: Fn, target: Target) -> str:
     names: dict[Expr, str] = {}
     lines: list[str] = []
     outputs = expand(fn).out
+    opposites = _opposites(outputs) if target == "cutedsl" else {}
     for node in walk(outputs):
-        if node.op == "input":
+        if node in names:
+            continue
+        if node in opposites:
+            x, up, down = opposites[node]
+            if x not in names:  # that of the other comes later
+                x, up, down = node.args[0], down, up
+            names[up], names[down] = f"t{len(lines)}", f"u{len(lines)}"
+            lines.append(f"{names[up]}, {names[down]} = _sigmoids({names[x]})")
+        elif node.op == "input":
             names[node] = _parameter(*node.payload)
         elif node.is_const:
             names[node] = writer.literal(node.payload)
@@ -183,6 +203,30 @@ def lower(fn: Fn, target: Target) -> str:
             text = template.format(*(names[arg] for arg in node.args))
             lines.append(writer.assign(names[node], node.is_mask, text))
     return writer.function(symbol(fn), parameters(fn), lines, [names[out] for out in outputs])
+
+
+def _opposites(outputs: Iterable[Expr]) -> dict[Expr, tuple[Expr, Expr, Expr]]:
+    """Sigmoids of x and of -x that are both there, as derivatives have them: each with (x, the one, the other).
+
+    One exponential and one reciprocal serve both, exactly; in a GEMM's epilogue these units are what it waits for.
+    """
+    sigmoids = {node.args[0]: node for node in walk(outputs) if node.op == "sigmoid"}
+    found: dict[Expr, tuple[Expr, Expr, Expr]] = {}
+    for argument, node in sigmoids.items():
+        opposite = _opposite(argument)
+        if opposite in sigmoids and node not in found:
+            pair = (opposite, sigmoids[opposite], node)
+            found |= dict.fromkeys(pair[1:], pair)
+    return found
+
+
+def _opposite(node: Expr) -> Expr | None:
+    """What `node` is the negative of, bit for bit."""
+    if node.op == "neg":
+        return node.args[0]
+    if node.op == "mul" and node.args[1].is_const:
+        return intern("mul", (node.args[0], Const(-float(node.args[1].payload))))
+    return None
 
 
 def expand(fn: Fn) -> Fn:

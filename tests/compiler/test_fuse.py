@@ -440,7 +440,31 @@ def test_a_key_groups_at_most_sixteen() -> None:
     assert [name.count("quantize") for name in match(work, rule, composed(rule))] == [16, 3]
 
 
-@pytest.mark.parametrize("more", [{"follow": ("reduce",)}, {"key": keyed}])
-def test_follow_and_key_are_for_together(more: dict[str, object]) -> None:
+def test_key_is_for_together() -> None:
     with pytest.raises(PlanError, match="together=True"):
-        Rule("chain", ("gemm", "pointwise"), **more)  # type: ignore[arg-type]
+        Rule("chain", ("gemm", "pointwise"), key=keyed)
+
+
+@pytest.mark.parametrize("most", ["reduce + quantize", "quantize", "reduce", None])
+def test_readers_of_a_chains_last_node_come_along(most: str | None) -> None:
+    """All of them, or those of one kind if a kernel takes no more."""
+    rule = Rule("beside", ("gemm", "pointwise*"), follow=("quantize", "reduce"))
+    b = Builder()
+    y = b.fn("gelu", b.gemm(b.input(), b.input()))
+    total = reduce(b.g, y, over="rows", dtype=torch.float32)
+    work = b.work(y, total, b.quantize(y)[0])
+
+    def refuse(call: Call) -> str | None:
+        kinds = {n.prim.name for n in call.nodes[2:]}
+        return None if most is not None and kinds == set(most.split(" + ")) else "other readers"
+
+    kernel = Kernel("beside", "beside", bind_composed, refuse=refuse)
+    found = match(work, rule, kernel)
+    assert found == ([] if most is None else [f"gemm + gelu + {most}"])
+
+
+def test_a_chain_without_a_reader_is_none_of_a_rule_with_follow() -> None:
+    rule = Rule("beside", ("gemm", "pointwise*"), follow=("quantize", "reduce"))
+    b = Builder()
+    work = b.work(b.fn("gelu", b.gemm(b.input(), b.input())))
+    assert match(work, rule, composed(rule)) == []

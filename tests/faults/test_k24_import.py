@@ -93,6 +93,31 @@ def test_import_loads_no_vendor_library() -> None:
     assert done.stdout.strip() == "[]"
 
 
+PLAN = """
+import sys, torch
+before = set(sys.modules)
+import te_ops as te
+from te_ops.backends.cutlass import choices, kernels, runtime
+from te_ops.context import ARCH
+from te_ops.registry import REGISTRY
+m = te.Sequential(te.Linear(64, 64, device="meta", dtype=torch.bfloat16), te.GELU())
+x = torch.empty(16, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+ARCH.set("sm_90")
+with choices.forced("prefer"), runtime.collecting() as specs:
+    REGISTRY.add(*kernels.KERNELS, replace=True)
+    m.plan(x)
+assert specs
+print(sorted(n for n in set(sys.modules) - before if n.partition(".")[0] in {vendors!r}))
+"""
+
+
+def test_planning_compiled_gemms_loads_no_compiler() -> None:
+    """A worker process imports it, or the process that runs what it made."""
+    done = run(PLAN.format(vendors=VENDORS))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
 def test_import_changes_no_global_setting_of_torch() -> None:
     code = """
 import torch

@@ -363,3 +363,32 @@ def test_a_kernel_that_is_wrong_is_named() -> None:
         with pytest.raises(ValueError, match="boom") as caught:
             model(x)
         assert caught.value.__notes__ == ["te_ops ran Sequential.0"]
+
+
+def test_backends_take_part_in_step_boundaries() -> None:
+    made, seen = Registry(), []
+
+    def hook(together: bool) -> int:
+        seen.append(together)
+        return 2 if together else 0
+
+    made.on_boundary("one", hook)
+    assert made.boundary() == 0
+    assert made.version == 0
+    assert made.boundary(together=True) == 2
+    assert made.version == 1, "plans are made anew once"
+    assert seen == [False, True]
+
+
+def test_every_backend_settles() -> None:
+    made, asked = Registry(), []
+
+    def hook(name: str, again: bool) -> bool:
+        asked.append(name)
+        return again
+
+    assert not made.settle()
+    made.on_settle("a", lambda: hook("a", True))
+    made.on_settle("b", lambda: hook("b", False))
+    assert made.settle()
+    assert asked == ["a", "b"]

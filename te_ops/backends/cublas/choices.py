@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from te_ops.backends.cublas import lt
-from te_ops.runtime.tune import TABLE
+from te_ops.runtime.tune import GAIN, TABLE, drawn
 
 SHIPPED = "measured.json"
 """Beside this file: place -> product -> algorithm."""
@@ -63,6 +63,8 @@ def _first(index: int, product: lt.Product) -> lt.Candidate | None:
 class Trial:
     """A product of a model with its candidates, over operands made up for it (see `te_ops.runtime.tune.Trial`)."""
 
+    gain = GAIN
+
     def __init__(self, index: int, product: lt.Product) -> None:
         self.index, self.product = index, product
         self.where, self.key = place(index), product.key
@@ -81,7 +83,7 @@ class Trial:
     def start(self) -> Callable[[str], Callable[[], None]]:
         """Allocate operands; gives a run for each candidate."""
         p = self.product
-        kept = {"a": _random(p.m, p.k, p.a, self.device), "b": _random(p.n, p.k, p.b, self.device)}
+        kept = {"a": drawn(p.m, p.k, p.a, self.device), "b": drawn(p.n, p.k, p.b, self.device)}
         kept["d"] = torch.zeros(p.m, p.n, dtype=p.d, device=self.device)
         if p.bias is not None:
             kept["bias"] = torch.zeros(p.n, dtype=p.bias, device=self.device)
@@ -102,16 +104,6 @@ class Trial:
             return once
 
         return run
-
-
-def _random(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers like those of a model: the power that a GEMM draws, and so its speed, depends on them."""
-    made = torch.empty(rows, k, dtype=dtype, device=device)
-    step = max(1, (64 << 20) // max(k, 1))
-    for start in range(0, rows, step):
-        part = made[start : start + step]
-        part.copy_(torch.randn(part.shape, device=device))
-    return made
 
 
 def _scales(mode: str, rows: int, k: int) -> int:

@@ -12,10 +12,12 @@ from te_ops.backends.cuda import (
     launch,
     many,
     norm,
+    norm_heads,
     norm_quantize,
     pointwise,
     quantize,
     reduce,
+    rope,
     state,
     together,
 )
@@ -61,6 +63,16 @@ _TABLE = (
     ),
     ("quantize_together", many.refuse_quantize_together, many.bind_quantize_together),
     ("reduce_quantize", together.refuse_reduce_quantize, together.bind_reduce_quantize),
+    ("rope_table", rope.refuse_table, rope.bind_table),
+    ("rope", rope.refuse, rope.bind),
+    ("rope_heads", rope.refuse, rope.bind),
+    ("pack_heads", rope.refuse, rope.bind),
+    ("pack_rope", rope.refuse, rope.bind),
+    ("norm_heads", norm_heads.refuse, norm_heads.bind),
+    ("norm_rope_heads", norm_heads.refuse, norm_heads.bind),
+    ("norm_heads_backward", norm_heads.refuse_backward, norm_heads.bind_backward),
+    ("heads_quantize", rope.refuse, rope.bind),
+    ("heads_quantize_rounded", rope.refuse, rope.bind),
 )
 
 KERNELS = tuple(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 
+from te_ops.backends.chains import Chain, compose_chain, rounding
 from te_ops.backends.cuda.pointwise import FAST, output_shape
 from te_ops.backends.cuda.quantize import (
     BLOCKED,
@@ -28,60 +26,11 @@ from te_ops.backends.cuda.source import (
     refuse_pointwise,
 )
 from te_ops.backends.cuda.wanted import Results
-from te_ops.errors import PlanError
 from te_ops.graph import Node, Value
-from te_ops.pointwise import Fn, compose, merge_inputs
 from te_ops.quantizers import Float8CurrentScalingQuantizer
 from te_ops.registry import Call, Launch
 
-# -- chains of pointwise nodes as one function
-
-
-@dataclass(frozen=True)
-class Chain:
-    """A composed function over values of the graph; why = None if it could be composed."""
-
-    fn: Fn
-    values: tuple[Value, ...]
-    kinds: tuple[str, ...]
-    interleave: int | None
-    dtype: torch.dtype
-
-
-def compose_chain(call: Call, nodes: Sequence[Node]) -> Chain | str:
-    """The nodes, each reading the one before it, as one function in FP32; or why not."""
-    first = nodes[0]
-    fn, values, kinds = first.fn, list(first.inputs), list(first.broadcast)
-    interleaves = {
-        node.interleave for node in nodes if "pair" in node.fn.inputs or len(node.fn.out) == 2
-    }
-    if len(interleaves) > 1:
-        return f"the chain mixes interleaves {interleaves}"
-    for before, node in pairwise(nodes):
-        if before.out in call.writes:
-            return f"{before.fn.name} inside the chain is read elsewhere"
-        places = [i for i, v in enumerate(node.inputs) if v == before.out]
-        if any(node.broadcast[i] != "full" for i in places):
-            return f"{node.fn.name} broadcasts the output of {before.fn.name}"
-        whole, all_values, all_kinds = node.fn, list(node.inputs), list(node.broadcast)
-        for i in reversed(places):
-            try:
-                whole = compose(whole, i, fn)
-            except PlanError as error:
-                return str(error)
-            all_values[i : i + 1], all_kinds[i : i + 1] = values, kinds
-        fn, values, kinds = whole, all_values, all_kinds
-    return _merged(fn, values, kinds, next(iter(interleaves), None), nodes[-1].dtype)
-
-
-def _merged(
-    fn: Fn, values: list[Value], kinds: list[str], interleave: int | None, dtype: torch.dtype
-) -> Chain:
-    """Operands that are the same value, read the same way, once."""
-    keys = list(zip(values, kinds, fn.inputs, strict=True))
-    unique = list(dict.fromkeys(keys))
-    fn = merge_inputs(fn, [unique.index(key) for key in keys])
-    return Chain(fn, tuple(k[0] for k in unique), tuple(k[1] for k in unique), interleave, dtype)
+# -- chains of pointwise nodes
 
 
 def refuse_chain(call: Call, chain: Chain | str) -> str | None:
@@ -99,13 +48,6 @@ def _source(call: Call, chain: Chain, fast: bool) -> Source:
     return pointwise_source(
         chain.fn, [call.spec(v) for v in chain.values], chain.kinds, chain.interleave, fast=fast
     )
-
-
-def rounding(call: Call, written: bool, dtype: torch.dtype) -> torch.dtype | None:
-    """What an inner value is rounded to (rounding contract): its dtype if it is written or the rule
-    is exact, else nothing."""
-    exact = call.rule is not None and call.rule.exact
-    return dtype if written or exact or dtype is torch.float32 else None
 
 
 # -- pointwise + quantize
@@ -229,5 +171,4 @@ def bind_pointwise_reduce(call: Call) -> Launch:
 __all__ = [
     "bind_pointwise_quantize",
     "bind_pointwise_reduce",
-    "compose_chain",
 ]

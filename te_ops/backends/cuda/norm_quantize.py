@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from te_ops.backends.chains import compose_chain, rounding
 from te_ops.backends.cuda import launch
-from te_ops.backends.cuda.fused import compose_chain, refuse_chain, rounding
+from te_ops.backends.cuda.fused import refuse_chain
 from te_ops.backends.cuda.norm import refuse_norm
 from te_ops.backends.cuda.norm_kernels import Norm, added, centered, forward_kernel, slot
 from te_ops.backends.cuda.norm_tiles import Wants, tile_for, tiles_kernel

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from te_ops.backends.chains import sum_fn
 from te_ops.backends.cuda import launch
 from te_ops.backends.cuda.source import (
     CTYPES,
@@ -19,7 +19,6 @@ from te_ops.backends.cuda.source import (
 )
 from te_ops.errors import ShapeError
 from te_ops.graph import Node
-from te_ops.pointwise import Fn, Input, InputKind
 from te_ops.registry import Call, Launch
 
 THREADS = 256
@@ -117,15 +116,6 @@ def access(source: Source) -> str:
 
 
 # -- sum
-
-
-def sum_fn(count: int) -> Fn:
-    """x0 + x1 + ... in operand order."""
-    total: Any = Input(0)
-    for i in range(1, count):
-        total = total + Input(i)
-    kinds: list[InputKind] = ["value"] * count
-    return Fn("sum", kinds, (total,))
 
 
 def refuse_sum(call: Call) -> str | None:

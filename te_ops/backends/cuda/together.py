@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from te_ops.backends.chains import Chain, compose_chain, rounding
 from te_ops.backends.cuda import launch
 from te_ops.backends.cuda.block import make_blocked, refuse_blocks, refuse_sums
-from te_ops.backends.cuda.fused import Chain, compose_chain, refuse_chain, rounding
+from te_ops.backends.cuda.fused import refuse_chain
 from te_ops.backends.cuda.quantize import BLOCKED, is_known, refuse_state, state_place, wanted_of
 from te_ops.backends.cuda.source import CTYPES, Placed, Source, joined_source, plain, prepare
 from te_ops.backends.cuda.targets import (

@@ -1,0 +1,378 @@
+"""Which fused GEMM a group of the graph is: the spec of the kernel, and where its operands and results come from."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from te_ops.backends.chains import Chain, compose_chain, rounding
+from te_ops.backends.cutlass.reference import FORMATS
+from te_ops.backends.cutlass.spec import Epilogue, Format, GemmSpec, Load, Quantized, Shape
+from te_ops.graph import Node, Spec, Value
+from te_ops.pointwise import Const, Expr, Fn, lower, prelude, symbol
+from te_ops.pointwise.expr import intern, walk
+from te_ops.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Usage
+from te_ops.registry import Call
+
+PER_TENSOR = (Float8Quantizer, Float8CurrentScalingQuantizer)
+MULTIPLE = 16
+"""Of every extent that is contiguous in memory: 16 bytes of FP8, which is what the copy engine moves at least."""
+
+_USAGES = {
+    "nt": (Usage.ROW, Usage.ROW),
+    "nn": (Usage.ROW, Usage.COL),
+    "tn": (Usage.COL, Usage.COL),
+}
+_HALF = (torch.bfloat16, torch.float16)
+_STORED = (*_HALF, torch.float32)
+_SHAPES: dict[str, Shape] = {"full": "tile", "row": "row", "col": "column", "scalar": "scalar"}
+
+
+@dataclass(frozen=True)
+class Match:
+    """A group as one kernel.
+
+    Attributes:
+        spec: of the kernel, with no tiling chosen yet.
+        fn: the function of its epilogue; None if it has none.
+        gemm: the product; its inputs are the operands.
+        loads: values that the epilogue reads, in the order of the spec's.
+        value: what the epilogue makes.
+        quantize, reduce: the nodes of the group that read that value.
+        total: what the value is added to.
+    """
+
+    spec: GemmSpec
+    fn: Fn | None
+    gemm: Node
+    loads: tuple[Value, ...]
+    value: Value
+    quantize: Node | None = None
+    reduce: Node | None = None
+    total: Value | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the codes are made in a second pass: their scale is known only when all values are."""
+        node = self.quantize
+        return node is not None and isinstance(node.quantizer, Float8CurrentScalingQuantizer)
+
+    def extents(self, call: Call) -> Extents:
+        """Of the shapes that the plan was made for."""
+        a, b = (call.spec(v).shape for v in self.gemm.inputs)
+        return extents_of(self.gemm.layout, a, b)
+
+
+class Extents(NamedTuple):
+    """Of a product; of a paired accumulator N counts both halves. A plan serves several row counts, and these are M,
+    or K where rows are contracted."""
+
+    m: int
+    n: int
+    k: int
+    contracts: bool = False
+
+    @property
+    def rows(self) -> int:
+        """What differs between calls of a plan."""
+        return self.k if self.contracts else self.m
+
+    def at(self, rows: int) -> Extents:
+        """The same product over another number of rows."""
+        return self._replace(k=rows) if self.contracts else self._replace(m=rows)
+
+
+def extents_of(layout: str, a: Sequence[int], b: Sequence[int]) -> Extents:
+    """The extents of a gemm over operands of these logical shapes."""
+    rows, last = math.prod(map(int, a[:-1])), int(a[-1])
+    if layout == "tn":
+        return Extents(last, int(b[-1]), rows, contracts=True)
+    return Extents(rows, int(b[0 if layout == "nt" else 1]), last)
+
+
+def match_of(call: Call) -> Match | str:
+    """The kernel of a group, or why there is none.
+
+    The group starts with a gemm; a chain of pointwise and sum nodes may follow, whose last value may be quantized and
+    summed over rows; or the product is added to a tensor.
+    """
+    gemm, *rest = call.nodes
+    operands = _operands(call, gemm)
+    if isinstance(operands, str):
+        return operands
+    if rest and rest[0].prim.name == "accumulate":
+        return _accumulated(call, operands, gemm, rest)
+    chain = [n for n in rest if n.prim.name in ("pointwise", "sum")]
+    readers = _readers(rest, (chain[-1] if chain else gemm).out)
+    if isinstance(readers, str):
+        return readers
+    return _epilogue(call, operands, gemm, chain, readers)
+
+
+# -- the operands of the product
+
+
+def _operands(call: Call, gemm: Node) -> GemmSpec | str:
+    """The spec of the product alone."""
+    specs = [call.spec(v) for v in gemm.inputs]
+    if gemm.dtype not in _STORED:
+        return f"makes BF16, FP16 and FP32, not {gemm.dtype}"
+    reason = _aligned(call, gemm, specs)
+    if reason is not None:
+        return reason
+    if all(s.kind.name == "dense" for s in specs):
+        if specs[0].dtype is not specs[1].dtype or specs[0].dtype not in _HALF:
+            return f"multiplies BF16 or FP16 tensors, not {specs[0].dtype} and {specs[1].dtype}"
+        dtype = FORMATS[specs[0].dtype]
+        return GemmSpec(
+            dtype,
+            dtype,
+            a_major="mn" if gemm.layout == "tn" else "k",
+            b_major="k" if gemm.layout == "nt" else "mn",
+        )
+    return _records(gemm, specs)
+
+
+def _records(gemm: Node, specs: Sequence[Spec]) -> GemmSpec | str:
+    """The product of two records, each with one scale."""
+    formats: list[Format] = []
+    for spec, usage in zip(specs, _USAGES[gemm.layout], strict=True):
+        if spec.kind.name != "record":
+            return "one operand is quantized and the other is not"
+        quantizer = spec.kind.quantizer.of_usage(spec.kind.usage)
+        if not isinstance(quantizer, PER_TENSOR):
+            return f"multiplies FP8 with one scale a tensor, not {quantizer.describe()}"
+        if spec.kind.usage is not usage:
+            return f"gemm {gemm.layout} reads a {usage.value} record here, this one is {spec.kind.usage.value}"
+        formats.append(FORMATS[quantizer.dtype])
+    fast = gemm.attrs.get("accumulation") == "fast"
+    return GemmSpec(formats[0], formats[1], scaled=True, fast=fast)
+
+
+def _aligned(call: Call, gemm: Node, specs: Sequence[Spec]) -> str | None:
+    """Why extents are not what the kernel's copies need, None if they are. Row counts are known as a class."""
+    found = extents_of(gemm.layout, specs[0].shape, specs[1].shape)
+    fixed = {"N": found.n, **({"M": found.m} if found.contracts else {"K": found.k})}
+    for name, extent in fixed.items():
+        if extent % MULTIPLE:
+            return f"{name} = {extent} is not a multiple of {MULTIPLE}"
+    if found.contracts and specs[0].kind.name == "record" and call.align % MULTIPLE:
+        return f"the row count is a multiple of {call.align}; FP8 is contracted over multiples of {MULTIPLE} rows"
+    return None
+
+
+# -- what follows it
+
+
+def _readers(rest: Sequence[Node], value: Value) -> dict[str, Node] | str:
+    """The quantize and the reduce node of a group, which read this value."""
+    found: dict[str, Node] = {}
+    for node in rest:
+        name = node.prim.name
+        if name in ("pointwise", "sum"):
+            continue
+        if name not in ("quantize", "reduce"):
+            return f"has no {name} epilogue"
+        if name in found:
+            return f"two {name} nodes read one value"
+        if node.inputs[0] != value:
+            return f"{name} does not read what the epilogue makes"
+        found[name] = node
+    return found
+
+
+def _accumulated(call: Call, product: GemmSpec, gemm: Node, rest: Sequence[Node]) -> Match | str:
+    """The product added to a tensor."""
+    node = rest[0]
+    total, part = node.inputs
+    if len(rest) > 1 or gemm.out in call.writes:
+        return "adds the product to a tensor, and nothing more"
+    if part != gemm.out or total == gemm.out:
+        return "the product is what is added to"
+    dtype = call.spec(total).dtype
+    if dtype not in _STORED:
+        return f"adds to BF16, FP16 and FP32, not {dtype}"
+    epilogue = Epilogue(store=FORMATS[dtype], accumulate=True)
+    return Match(_with(product, epilogue), None, gemm, (), node.out, total=total)
+
+
+def _epilogue(
+    call: Call,
+    product: GemmSpec,
+    gemm: Node,
+    nodes: Sequence[Node],
+    readers: dict[str, Node],
+) -> Match | str:
+    """The product with a function of it, and what is made of that."""
+    quantize, reduce = readers.get("quantize"), readers.get("reduce")
+    dtype = (nodes[-1] if nodes else gemm).dtype
+    value = (nodes[-1] if nodes else gemm).out
+    written = value in call.writes
+    rounds = rounding(call, written, dtype)
+    reason = _refuse_readers(call, quantize, reduce, rounds) or _refuse_exact(call, quantize, nodes)
+    if reason is None and dtype not in _STORED:
+        reason = f"makes BF16, FP16 and FP32, not {dtype}"
+    if reason is not None:
+        return reason
+    waits = quantize is not None and isinstance(quantize.quantizer, Float8CurrentScalingQuantizer)
+    made = Epilogue(
+        rounds=_half(rounds),
+        store=FORMATS[dtype] if written or waits else None,
+        quantized=None if quantize is None else _quantized(call, quantize),
+        sums=reduce is not None,
+    )
+    if not nodes:
+        return Match(_with(product, made), None, gemm, (), value, quantize, reduce)
+    function = _function(call, gemm, nodes, made)
+    if isinstance(function, str):
+        return function
+    epilogue, fn, loads = function
+    return Match(_with(product, epilogue), fn, gemm, loads, value, quantize, reduce)
+
+
+def _with(product: GemmSpec, epilogue: Epilogue) -> GemmSpec:
+    return GemmSpec(
+        product.a,
+        product.b,
+        epilogue,
+        a_major=product.a_major,
+        b_major=product.b_major,
+        scaled=product.scaled,
+        fast=product.fast,
+    )
+
+
+def _half(dtype: torch.dtype | None) -> Format | None:
+    """A rounding; to FP32 is none."""
+    return FORMATS[dtype] if dtype in _HALF else None
+
+
+def _refuse_readers(
+    call: Call, quantize: Node | None, reduce: Node | None, rounds: torch.dtype | None
+) -> str | None:
+    if reduce is not None and reduce.over != "rows":
+        return f"a sum over {reduce.over}"
+    if reduce is not None and reduce.dtype not in _STORED:
+        return f"sums in BF16, FP16 and FP32, not {reduce.dtype}"
+    if quantize is None:
+        return None
+    quantizer = quantize.quantizer
+    if type(quantizer) not in PER_TENSOR:
+        return f"{quantizer.describe()} has other tiles than the product: a kernel of its own quantizes it"
+    if quantize.attrs.get("known", False):
+        return "the scale is made from an amax that is known, in a kernel of its own"
+    if quantizer.stateful and call.spec(quantize.inputs[1]).dtype is not torch.float32:
+        return f"the scale is {call.spec(quantize.inputs[1]).dtype}; FP32 is read"
+    if not quantizer.stateful and rounds is None:
+        return "current scaling reads its values again, and this rule does not round them"
+    if Value(quantize.id, 1) in call.writes and call.align % MULTIPLE:
+        return f"the row count is a multiple of {call.align}; a transposed copy has multiples of {MULTIPLE} rows"
+    return None
+
+
+def _refuse_exact(call: Call, quantize: Node | None, nodes: Sequence[Node]) -> str | None:
+    """Rules that round are there for what reads its values again."""
+    if call.rule is None or not call.rule.exact:
+        return None
+    if quantize is None or quantize.quantizer.stateful:
+        return "no value is read again"
+    return "values inside the chain are not rounded" if len(nodes) > 1 else None
+
+
+def _quantized(call: Call, node: Node) -> Quantized:
+    """What the kernel makes of the value; current scaling wants its amax, and the codes come after it."""
+    row, col, amax = (Value(node.id, i) in call.writes for i in range(3))
+    if not node.quantizer.stateful:
+        row, col, amax = False, False, True
+    return Quantized(FORMATS[node.quantizer.dtype], row, col, amax)
+
+
+def _function(
+    call: Call, gemm: Node, nodes: Sequence[Node], made: Epilogue
+) -> tuple[Epilogue, Fn, tuple[Value, ...]] | str:
+    """The epilogue with the function of a chain, and the values that it reads beside the product."""
+    chain = compose_chain(call, nodes)
+    if isinstance(chain, str):
+        return chain
+    places = [i for i, v in enumerate(chain.values) if v == gemm.out]
+    if len(places) != 1 or chain.kinds[places[0]] != "full":
+        return "the product is not read as it is, once"
+    if chain.interleave is not None:
+        return f"gates are halves, not interleaved by {chain.interleave}"
+    acc = places[0]
+    loads = _loads(call, chain, acc)
+    if isinstance(loads, str):
+        return loads
+    stored = gemm.out in call.writes
+    fast = made.store == "bf16" or (made.store is None and made.quantized is not None)
+    fn = _without_division(chain.fn) if fast else chain.fn
+    epilogue = Epilogue(
+        function=symbol(fn),
+        text=_text(fn, fast),
+        acc=acc,
+        acc_pair=chain.fn.inputs[acc] == "pair",
+        loads=loads,
+        outs=len(fn.out),
+        rounds_acc=_half(rounding(call, stored, gemm.dtype)),
+        rounds=made.rounds,
+        acc_store=FORMATS[gemm.dtype] if stored else None,
+        store=made.store,
+        quantized=made.quantized,
+        sums=made.sums,
+    )
+    values = tuple(v for i, v in enumerate(chain.values) if i != acc)
+    return epilogue, fn, values
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_division(fn: Fn) -> Fn:
+    """`fn` with divisions by constants as products, at most a rounding apart: an exact division is a dozen instructions
+    for each element, in an epilogue that has no time for them. What a step depends on stays: 49 / 49 >= 1 is true, and
+    49 * (1 / 49) >= 1 is false.
+    """
+    exact = set(walk(arg for node in walk(fn.out) if _steps(node) for arg in node.args))
+    new: dict[Expr, Expr] = {}
+    for node in walk(fn.out):
+        args = tuple(new[arg] for arg in node.args)
+        factor = _reciprocal(node.args[1]) if node.op == "div" and node not in exact else None
+        if factor is not None:
+            new[node] = intern("mul", (args[0], Const(factor)))
+        else:
+            new[node] = intern(node.op, args, node.payload, node.is_mask)
+    return Fn(fn.name, fn.inputs, [new[out] for out in fn.out])
+
+
+def _steps(node: Expr) -> bool:
+    """Whether the least change of its arguments may change it by much."""
+    return node.is_mask or node.op in ("floor", "sign")
+
+
+def _reciprocal(node: Expr) -> float | None:
+    """1 / a constant, if both are normal numbers in FP32."""
+    low, high = 2.0**-126, 2.0**126
+    if not node.is_const or not low <= abs(node.payload) <= high:
+        return None
+    return 1.0 / float(node.payload)
+
+
+@functools.lru_cache(maxsize=1024)
+def _text(fn: Fn, fast: bool) -> str:
+    return f"{prelude('cutedsl', fast=fast)}\n\n{lower(fn, 'cutedsl')}"
+
+
+def _loads(call: Call, chain: Chain, acc: int) -> tuple[Load, ...] | str:
+    """The operands of the function beside the product."""
+    found = []
+    for i, (value, kind) in enumerate(zip(chain.values, chain.kinds, strict=True)):
+        if i == acc:
+            continue
+        dtype = call.spec(value).dtype
+        if call.spec(value).kind.name != "dense" or dtype not in _STORED:
+            return f"the epilogue reads BF16, FP16 and FP32 tensors; an operand of {chain.fn.name} is {dtype}"
+        found.append(Load(_SHAPES[kind], FORMATS[dtype], chain.fn.inputs[i] == "pair"))
+    return tuple(found)
