@@ -13,12 +13,29 @@ NATIVE = ("none", "delayed", "current", "block")
 
 @dataclass(frozen=True)
 class Layer:
-    """One step of a pipeline: `kind` over `width` inputs, to `out` outputs where it changes them."""
+    """One step of a pipeline: `kind` over `width` inputs, to `out` outputs where it changes them.
+
+    Of a "transformer", a whole layer: `heads` of queries, `groups` of keys and values, and `ffn` features inside.
+    """
 
     kind: str
     width: int
     out: int = 0
     bias: bool = False
+    heads: int = 0
+    groups: int = 0
+    ffn: int = 0
+
+    def smaller(self, divide: int) -> Layer:
+        """The same with fewer columns, for a CPU; heads of sixteen features."""
+        width, out = max(16, self.width // divide), max(16, self.out // divide)
+        if self.kind != "transformer":
+            return replace(self, width=width, out=out)
+        share = self.heads // self.groups
+        groups = max(1, width // 16 // share)
+        heads = groups * share
+        return replace(self, width=16 * heads, out=16 * heads, heads=heads, groups=groups,
+                       ffn=max(16, self.ffn // divide))  # fmt: skip
 
 
 def norm(width: int, kind: str = "rmsnorm") -> Layer:
@@ -51,11 +68,17 @@ def gelu_mlp(hidden: int, ffn: int) -> tuple[Layer, ...]:
     )
 
 
+def transformer(hidden: int, ffn: int, heads: int, groups: int) -> Layer:
+    """RMSNorm, causal attention with RoPE, RMSNorm, SwiGLU MLP, with their residuals."""
+    return Layer("transformer", hidden, hidden, heads=heads, groups=groups, ffn=ffn)
+
+
 @dataclass(frozen=True)
 class Case:
     """A pipeline, forward and backward, of `rows` tokens.
 
     Attributes:
+        batch: sequences that the rows are; 0 where no layer looks at more than a row.
         graphs: also under CUDA graphs.
         steps: calls a sample.
         growth: steps after which memory and kernels a step must not have grown; 0 to not look.
@@ -68,6 +91,12 @@ class Case:
     graphs: bool = False
     steps: int = 2
     growth: int = 0
+    batch: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the input and of the output, without columns."""
+        return (self.batch, self.rows // self.batch) if self.batch else (self.rows,)
 
     @property
     def width(self) -> int:
@@ -76,10 +105,7 @@ class Case:
 
     def smaller(self, rows: int, divide: int) -> Case:
         """The same with fewer rows and columns, for a CPU."""
-        layers = tuple(
-            replace(x, width=max(16, x.width // divide), out=max(16, x.out // divide))
-            for x in self.layers
-        )
+        layers = tuple(x.smaller(divide) for x in self.layers)
         return replace(self, rows=rows, layers=layers, steps=1, growth=min(self.growth, 12))
 
 
@@ -91,6 +117,10 @@ CASES: tuple[Case, ...] = (  # the most telling first
     Case("norm_linear", "RMSNorm, Linear 4096 to 6144", 8192,
          (norm(4096), linear(4096, 6144)), steps=20),
     Case("gelu_mlp", "LayerNorm, Linear + bias, GELU, Linear + bias", 8192, gelu_mlp(4096, 16384), steps=4),
+    Case("layer", "TransformerLayer of Llama 3 8B, one sequence", 8192,
+         (transformer(4096, 14336, 32, 8),), steps=2, batch=1),
+    Case("layer_small", "TransformerLayer, two sequences", 2048, (transformer(1024, 4096, 16, 16),),
+         True, 20, batch=2),
 )  # fmt: skip
 
 
@@ -187,14 +217,28 @@ PRESETS: Mapping[str, tuple[str, ...]] = {
 # -- floors
 
 
+def weights(layer: Layer) -> int:
+    """Elements of all weights that multiply."""
+    if layer.kind == "transformer":
+        kv = layer.width // layer.heads * layer.groups
+        return layer.width * (2 * layer.width + 2 * kv + 3 * layer.ffn)
+    return layer.width * layer.out if layer.kind == "linear" else 0
+
+
 def flops(case: Case) -> int:
-    """Of a forward and backward: three products a weight."""
-    return sum(6 * case.rows * x.width * x.out for x in case.layers if x.kind == "linear")
+    """Of a forward and backward: three products a weight. Attention aside."""
+    return sum(6 * case.rows * weights(x) for x in case.layers)
+
+
+def attention_flops(case: Case) -> int:
+    """Two products forward, five backward, of the scores that a causal mask leaves."""
+    length = case.rows // max(case.batch, 1)
+    return sum(7 * case.rows * length * x.width for x in case.layers if x.kind == "transformer")
 
 
 def parameters(case: Case) -> int:
-    """Elements of all weights, biases aside."""
-    return sum(x.width * x.out for x in case.layers if x.kind == "linear")
+    """Elements of all weights, biases and gains aside."""
+    return sum(weights(x) for x in case.layers)
 
 
 _AROUND = {  # kind -> (read, written) per output element, (forward), (backward)
@@ -215,6 +259,10 @@ def stream_bytes(case: Case, recipe: str) -> int:
     total = 0
     quantized = recipe != "none"
     for i, layer in enumerate(case.layers):
+        if layer.kind == "transformer":
+            total += case.rows * _layer_bytes(layer, quantized, again)
+            total += weights(layer) * (6 if again else 4) * quantized
+            continue
         if layer.kind == "linear":
             if quantized:
                 total += layer.width * layer.out * (6 if again else 4)
@@ -229,6 +277,21 @@ def stream_bytes(case: Case, recipe: str) -> int:
         for read, written in _AROUND[layer.kind][: 1 if "norm" in layer.kind else 2]:
             total += case.rows * layer.out * (min(read, 2 * written) if again else 0)
     return total
+
+
+def _layer_bytes(layer: Layer, quantized: bool, again: bool) -> int:
+    """Of a token: norms, turns, sums, the gate, and what the gradients of the outputs and the packed heads are
+    quantized from; attention's own operands belong to it."""
+    hidden, packed = layer.width, layer.width + 2 * layer.width // layer.heads * layer.groups
+    norms = 2 * (2 + 2 + 6 + 2) * hidden  # backward reads the residual gradient too
+    turns = 2 * (2 + 2) * packed
+    sums = 2 * (4 + 2) * hidden
+    gate = (4 + 2 + 6 + 4) * layer.ffn
+    if not quantized:
+        return norms + turns + sums + gate
+    operands = (2 + 2) * hidden * 3  # the attention's output, the gradients of the two sums
+    second = 2 * (2 * hidden + packed + 3 * hidden + 3 * layer.ffn) if again else 0
+    return norms + turns + sums + gate + operands + second
 
 
 @dataclass(frozen=True)
@@ -246,7 +309,8 @@ def floor_ms(case: Case, recipe: str, ceilings: Ceilings) -> float | None:
     )
     if not rate or not ceilings.copy:
         return None
-    return 1e3 * (flops(case) / rate + stream_bytes(case, recipe) / ceilings.copy)
+    attention = attention_flops(case) / ceilings.products.get("none", rate)
+    return 1e3 * (flops(case) / rate + attention + stream_bytes(case, recipe) / ceilings.copy)
 
 
 __all__ = [
@@ -259,6 +323,7 @@ __all__ = [
     "Ceilings",
     "Layer",
     "Stream",
+    "attention_flops",
     "floor_ms",
     "flops",
     "stream_bytes",

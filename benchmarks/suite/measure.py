@@ -164,6 +164,26 @@ def memory(arm: Arm) -> dict[str, int] | None:
     return {"resident": own, "forward": own + after - before, "peak": own + peak - before}
 
 
+def saved(arm: Arm) -> int:
+    """Bytes that backward keeps: unique memory seen by saved-tensor hooks, without parameters, the input's gradient
+    and copies of weights (as many FP8 codes as a weight has elements)."""
+    own = {p.untyped_storage().data_ptr() for p in arm.parameters}
+    counts = {p.numel() for p in arm.parameters if p.dim() > 1}
+    found: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        memory = x.untyped_storage()
+        copied = x.element_size() == 1 and x.numel() in counts
+        if x.device.type == arm.data.device.type and memory.data_ptr() not in own and not copied:
+            found[memory.data_ptr()] = memory.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        y = arm.forward()
+    del y
+    return sum(found.values())
+
+
 def growth(arm: Arm, steps: int) -> dict[str, int]:
     """How much memory and how many kernels a step the last nine tenths of `steps` steps added."""
     first, found = max(2, steps // 10), []
@@ -189,4 +209,4 @@ def _held(arm: Arm) -> tuple[int, int]:
     return torch.cuda.memory_allocated(arm.data.device), count["kernels"] if count else 0
 
 
-__all__ = ["growth", "host_us", "kernels", "memory", "order", "rounds", "summary", "timed"]
+__all__ = ["growth", "host_us", "kernels", "memory", "order", "rounds", "saved", "summary", "timed"]

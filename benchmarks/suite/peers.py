@@ -7,7 +7,9 @@ absent; what a provider does not have (a recipe, a pipeline) raises `Unsupported
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
+import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 import te_ops as te
 
+from . import blocks
 from .data import Case, Layer
 
 EPS = 1e-5
@@ -50,14 +53,16 @@ class Data:
 
         weights = []
         for layer in case.layers:
-            if layer.kind == "linear":
+            if layer.kind == "transformer":
+                weights += [draw(*s, scale=a, shift=m) for s, a, m in blocks.shapes(layer)]
+            elif layer.kind == "linear":
                 weights.append(draw(layer.out, layer.width, scale=layer.width**-0.5))
             elif layer.kind in ("rmsnorm", "layernorm"):
                 weights.append(draw(layer.width, scale=0.1, shift=1.0))
             if layer.bias:
                 weights.append(draw(layer.out, scale=0.1))
-        x = draw(case.rows, case.width).requires_grad_()
-        return cls(case, device, x, draw(case.rows, case.layers[-1].out), weights)
+        x = draw(*case.shape, case.width).requires_grad_()
+        return cls(case, device, x, draw(*case.shape, case.layers[-1].out), weights)
 
 
 @dataclass
@@ -75,6 +80,9 @@ class Arm:
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     keep: Any = None  # what must live as long as the arm
     note: str = ""
+    rows: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # rows of `Data.weights` in a parameter's order
     samples: list[float] = field(default_factory=list)
 
     @property
@@ -105,11 +113,17 @@ class Arm:
         """Output and gradients of one step."""
         y = self.step().detach()
         found = {"y": y, "dx": self.data.x.grad}
-        found |= {f"dw{i}": p.grad for i, p in enumerate(self.parameters)}
+        found |= {f"dw{i}": self._gradient(i, p) for i, p in enumerate(self.parameters)}
         missing = [name for name, t in found.items() if t is None]
         if missing:
             raise RuntimeError(f"no gradient arrived at {', '.join(missing)}")
         return found  # type: ignore[return-value]
+
+    def _gradient(self, i: int, p: Tensor) -> Tensor | None:
+        """Of a weight, its rows in the order of `Data.weights`."""
+        if i not in self.rows or p.grad is None:
+            return p.grad
+        return torch.empty_like(p.grad).index_copy_(0, self.rows[i], p.grad)
 
 
 Build = Callable[[Data, str], Arm]
@@ -130,10 +144,29 @@ LIBRARIES = ("transformer_engine.pytorch", "torchao.float8", "liger_kernel.trans
 
 def preload() -> None:
     """Import the peers' libraries before anything else loads CUDA's: some bring their own and fail afterwards."""
+    _torchs_cudnn()
     for name in LIBRARIES:
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module(name)  # an arm that needs it says what is wrong
+    # torch complains once if that loaded another cuDNN than it was built for; the graphs of all arms then use that one.
+    with contextlib.suppress(RuntimeError):
+        torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+
+
+_CUDNN = ("", "_graph", "_ops", "_adv", "_cnn", "_heuristic", "_engines_precompiled",
+          "_engines_runtime_compiled")  # fmt: skip
+
+
+def _torchs_cudnn() -> None:
+    """Load the cuDNN that torch was built for, where pip has installed it: what is loaded later finds it by name, and
+    not another one of the system."""
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec("nvidia.cudnn")
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+            for name in _CUDNN:
+                with contextlib.suppress(OSError):
+                    ctypes.CDLL(f"{folder}/lib/libcudnn{name}.so.9", mode=ctypes.RTLD_GLOBAL)
 
 
 # -- te_ops
@@ -158,6 +191,7 @@ _TE_OPS: dict[str, Callable[[Layer, dict[str, Any]], nn.Module]] = {
     "linear": lambda x, kw: te.Linear(x.width, x.out, bias=x.bias, **kw),
     "swiglu": lambda x, kw: te.SwiGLU(),
     "gelu": lambda x, kw: te.GELU(),
+    "transformer": blocks.ours,
 }
 
 
@@ -166,6 +200,8 @@ def _assemble(data: Data, table: dict[str, Any]) -> list[nn.Module]:
 
 
 def _made(layers: Sequence[Layer], table: dict[str, Any], device: torch.device) -> list[nn.Module]:
+    if any(layer.kind not in table for layer in layers):
+        raise Unsupported("a step that it does not have")
     keywords = {"device": device, "dtype": torch.bfloat16}
     return [table[layer.kind](layer, keywords) for layer in layers]
 
@@ -179,6 +215,7 @@ def _adopt(modules: Sequence[nn.Module], data: Data) -> list[Tensor]:
     """Copy the weights into modules in the order of the layers; the parameters in that order."""
     found: list[Tensor] = []
     for module in modules:
+        found += blocks.parameters(module)
         for name in ("weight", "bias"):
             p = getattr(module, name, None)
             if isinstance(p, Tensor):
@@ -234,6 +271,7 @@ _TORCH: dict[str, Callable[[Layer, dict[str, Any]], nn.Module]] = {
     "linear": lambda x, kw: nn.Linear(x.width, x.out, bias=x.bias, **kw),
     "swiglu": lambda x, kw: _SwiGLU(),
     "gelu": lambda x, kw: nn.GELU(approximate="tanh"),
+    "transformer": lambda x, kw: blocks.TorchLayer(x, **kw),
 }
 
 
@@ -329,6 +367,13 @@ def _te_module(data: Data, recipe: str) -> Arm:
     library, _ = _te()
     made = _te_recipe(recipe)
     layers = data.case.layers
+    if [x.kind for x in layers] == ["transformer"]:
+        layer = blocks.transformer_engine(layers[0], data.x.shape[1], data.device)
+        weights = _adopt([layer], data)
+        rows = {1: blocks.rows_of(layers[0], data.device)}
+        with torch.no_grad():
+            weights[1].copy_(data.weights[1][rows[1]])
+        return Arm("te-module", recipe, data, layer, weights, _te_context(made), layer, rows=rows)
     entry = _TE_MODULES.get(tuple(x.kind for x in layers))
     if entry is None:
         raise Unsupported("no module for this pipeline")
@@ -461,6 +506,8 @@ def reference(data: Data) -> dict[str, Tensor]:
 
 
 def _apply(layer: Layer, x: Tensor, weights: Any) -> Tensor:
+    if layer.kind == "transformer":
+        return blocks.reference(layer, x, [next(weights) for _ in blocks.shapes(layer)])
     if layer.kind == "linear":
         return F.linear(x, next(weights), next(weights) if layer.bias else None)
     if layer.kind == "rmsnorm":
@@ -486,8 +533,9 @@ def tolerance(case: Case, recipe: str) -> float:
     rounds its BF16 result both ways. The factors are for what later layers amplify, and for sums over rows whose
     terms a provider rounds to BF16.
     """
-    linears = sum(x.kind == "linear" for x in case.layers)
-    squares = 4.0**2 * 4 * len(case.layers) * _STEP["none"] ** 2 / 3
+    whole = sum(x.kind == "transformer" for x in case.layers)  # of ten steps, four of them Linears
+    linears = sum(x.kind == "linear" for x in case.layers) + 4 * whole
+    squares = 4.0**2 * 4 * (len(case.layers) + 9 * whole) * _STEP["none"] ** 2 / 3
     if recipe != "none":
         step = _STEP[recipe]
         gradient = 2 * step if recipe in ("delayed", "current") else step

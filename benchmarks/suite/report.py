@@ -20,6 +20,8 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
         found.append(_pipeline(name, entry, results))
     if results.get("streams"):
         found.append(_streams(results["streams"]))
+    if results.get("fused"):
+        found.append(_fused(results["fused"]))
     on_cpu = results["machine"]["device"] == "CPU"  # the targets are a GPU's
     verdicts = [] if on_cpu else targets.judge(results, measured_only=True)
     if verdicts:
@@ -109,6 +111,26 @@ def _streams(rows: Mapping[str, Any]) -> Table:
             ]
         )
     return "memory-bound groups", table
+
+
+def _fused(rows: Mapping[str, Any]) -> Table:
+    table = [["case", "fused us", "product us", "best product us", "separate us", "of product", "of separate",
+              "tiling"]]  # fmt: skip
+    for name, row in rows.items():
+        if "failed" in row:
+            table.append([name, "failed: " + row["failed"][:90]] + [""] * (len(table[0]) - 2))
+            continue
+        us = row["us"]
+        table.append(
+            [
+                name,
+                *(_number(us.get(k), 0) for k in ("fused", "product", "product_best", "separate")),
+                _number(row["of_product"]),
+                _number(row["of_separate"]),
+                row["tiling"],
+            ]
+        )
+    return "fused GEMMs", table
 
 
 def _targets(verdicts: Sequence[Mapping[str, Any]]) -> Table:

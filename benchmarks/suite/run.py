@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from te_ops import warmup
 from te_ops.runtime.tune import tune
 
-from . import data, machine, measure, peers, streams
+from . import data, fused, machine, measure, peers, streams
 from .data import Case, Stream
+from .fused import Fused
 from .peers import Arm, Data, Provider, Unsupported
 
 VERSION = 1
@@ -74,19 +76,20 @@ class Run:
             part.replace(path)
 
 
-def expand(names: Iterable[str]) -> list[Case | Stream]:
-    """Cases and streams by name or preset, in the order given, each once.
+def expand(names: Iterable[str]) -> list[Case | Stream | Fused]:
+    """Cases, streams and fused groups by name or preset, in the order given, each once.
 
     Raises:
         KeyError: a name is none.
     """
-    known: dict[str, Case | Stream] = {c.name: c for c in data.CASES}
-    known |= {s.name: s for s in data.STREAMS}
-    wanted: dict[str, Case | Stream] = {}
+    known: dict[str, Case | Stream | Fused] = {c.name: c for c in data.CASES}
+    known |= {s.name: s for s in data.STREAMS} | {f.name: f for f in fused.CASES}
+    presets = {**data.PRESETS, "fused": tuple(f.name for f in fused.CASES)}
+    wanted: dict[str, Case | Stream | Fused] = {}
     for name in names:
-        if name not in known and name not in data.PRESETS:
+        if name not in known and name not in presets:
             raise KeyError(name)
-        wanted |= {n: known[n] for n in data.PRESETS.get(name, (name,))}
+        wanted |= {n: known[n] for n in presets.get(name, (name,))}
     return list(wanted.values())
 
 
@@ -107,6 +110,7 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> dict[str, Any
             "providers": {},
             "pipelines": {},
             "streams": {},
+            "fused": {},
         }
         sustained = settings.regime == "sustained"
         machine.heat(device, min(3.0, settings.budget / 20) if sustained else 0.0)
@@ -115,6 +119,8 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> dict[str, Any
         for case in chosen:
             if isinstance(case, Case):
                 table, entry = "pipelines", _guarded(current, case, _pipeline)
+            elif isinstance(case, Fused):
+                table, entry = "fused", _guarded(current, case, _fused)
             else:
                 table, entry = "streams", _guarded(current, case, _stream)
             if entry is None:
@@ -218,6 +224,8 @@ def _make(current: Run, provider: Provider, recipe: str, checked: _Checked) -> A
         arm.provider = provider.name
         if current.settings.tune and provider.name.startswith("te_ops"):
             _tune(arm)
+        if provider.name == "te_ops":
+            _warm(arm)
         for _ in range(WARM):
             arm.step()
         found = peers.errors(arm.results(), checked.right)
@@ -245,6 +253,13 @@ def _make(current: Run, provider: Provider, recipe: str, checked: _Checked) -> A
 def _tune(arm: Arm) -> None:
     """Let te_ops time the GEMMs of this model, as a user would before training."""
     tune(arm.keep, arm.data.x, recipe=peers.te_recipe(arm.recipe))
+
+
+def _warm(arm: Arm) -> None:
+    """Kernels that are compiled in the background are there after a few steps of a training program, which are not
+    what is timed."""
+    with arm.context():
+        warmup(arm.keep, arm.data.x)
 
 
 _PRODUCT = "product "  # before the names of the plain products that are timed in the same rounds
@@ -290,6 +305,7 @@ def _count_arms(current: Run, case: Case, arms: list[Arm], entry: dict[str, Any]
     looks: dict[str, Callable[[Arm], Any]] = {
         "host_us": lambda arm: measure.host_us(arm, calls),
         "memory": measure.memory,
+        "saved": measure.saved,
         "kernels": measure.kernels,
         "growth": lambda arm: measure.growth(arm, case.growth),
     }
@@ -330,3 +346,17 @@ def _stream(current: Run, stream: Stream) -> dict[str, Any] | None:
 
 
 __all__ = ["Settings", "expand", "run"]
+
+
+# -- fused GEMMs
+
+
+def _fused(current: Run, case: Fused) -> dict[str, Any] | None:
+    settings = current.settings
+    if case.recipe not in settings.recipes:
+        return None
+    if settings.device.type != "cuda":
+        current.say(f"{case.name}: left out, it needs a Hopper GPU")
+        return None
+    seconds = min(2.0, max(0.5, 0.2 * current.left()))
+    return fused.measure(case, settings.device, least=settings.rounds, seconds=seconds)

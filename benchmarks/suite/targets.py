@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from . import fused
+
 TE = ("te-module", "te-ops")
 FP8 = ("delayed", "current", "block")
 
@@ -115,6 +117,22 @@ def _large() -> Iterator[Target]:
                          ratio(case, f"te_ops/{recipe}", *_te(recipe)))  # fmt: skip
 
 
+def _layers() -> Iterator[Target]:
+    limits = {"delayed": (0.92, 0.88), "current": (0.95, 0.92), "block": (0.93, 0.88),
+              "none": (1.0, 1.0)}  # fmt: skip
+    for recipe, (limit, aim) in limits.items():
+        yield Target(f"layer, {_named(recipe)}: of Transformer Engine", limit,
+                     ratio("layer", f"te_ops/{recipe}", f"te-module/{recipe}"), aim)  # fmt: skip
+    for recipe in FP8:
+        saved = (number("layer", f"{who}/{recipe}", "saved") for who in ("te_ops", "te-module"))
+        yield Target(f"layer, {recipe}: saved activations of Transformer Engine's", 0.86,
+                     quotient(*saved))  # fmt: skip
+        yield Target(f"layer_small, {recipe}, eager: of Transformer Engine", 0.20,
+                     ratio("layer_small", f"te_ops/{recipe}", f"te-module/{recipe}"))  # fmt: skip
+        yield Target(f"layer_small, {recipe}, graphed: of Transformer Engine", 0.12,
+                     ratio("layer_small", f"te_ops-graph/{recipe}", f"te-module/{recipe}"))  # fmt: skip
+
+
 def _small() -> Iterator[Target]:
     for case, bf16 in (("small", 0.65), ("medium", 0.80)):
         yield Target(f"{case}, BF16, eager: of torch in BF16", bf16,
@@ -187,9 +205,28 @@ def _of_peers(name: str) -> Callable[[Results], float | None]:
     return figure
 
 
+def _fused() -> Iterator[Target]:
+    for case in fused.CASES:
+        whose = "the product alone" if case.of == "product" else "separate kernels"
+        yield Target(
+            f"{case.name}: of {whose}", case.limit, _of_group(case.name, f"of_{case.of}"), case.aim
+        )
+
+
+def _of_group(name: str, figure: str) -> Callable[[Results], float | None]:
+    return lambda results: results.get("fused", {}).get(name, {}).get(figure)
+
+
 def judge(results: Results, *, measured_only: bool = False) -> list[dict[str, Any]]:
     """Every target with its figure and verdict; those of streams only for streams that were measured."""
-    targets = (*_large(), *_small(), *_rest(), *_streams(results.get("streams", {})))
+    targets = (
+        *_large(),
+        *_layers(),
+        *_small(),
+        *_rest(),
+        *_fused(),
+        *_streams(results.get("streams", {})),
+    )
     found = [t.judge(results) for t in targets]
     return [x for x in found if x["figure"] is not None] if measured_only else found
 

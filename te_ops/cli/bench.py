@@ -147,14 +147,13 @@ def _peers(text: str | None) -> tuple[str, ...] | None:
 
 
 def _listing() -> str:
-    data, peers, streams = suite("data"), suite("peers"), suite("streams")
+    data, fused, peers, streams = (suite(n) for n in ("data", "fused", "peers", "streams"))
     lines = ["cases"]
     lines += [f"  {c.name:<30}{c.about}, {c.rows} rows" for c in data.CASES]
     lines += [f"  {s.name:<30}{s.about}, {s.rows} x {s.columns}" for s in data.STREAMS]
-    lines += [
-        "presets",
-        *(f"  {name:<30}{len(cases)} cases" for name, cases in data.PRESETS.items()),
-    ]
+    lines += [f"  {f.name:<30}{f.about}" for f in fused.CASES]
+    presets = {**data.PRESETS, "fused": fused.CASES}
+    lines += ["presets", *(f"  {name:<30}{len(cases)} cases" for name, cases in presets.items())]
     lines += ["recipes", "  " + ", ".join(data.RECIPES)]
     lines += ["providers of pipelines (* only when named)"]
     lines += ["  " + ", ".join(p.name + "*" * p.extra for p in peers.PROVIDERS)]
@@ -164,7 +163,9 @@ def _listing() -> str:
 
 def _failed(results: Any) -> bool:
     """Whether a case, or te_ops in one, failed; a peer's failure is the peer's."""
-    entries = [*results["pipelines"].values(), *results["streams"].values()]
+    entries = [
+        found for table in ("pipelines", "streams", "fused") for found in results[table].values()
+    ]
     arms = [
         found
         for entry in results["pipelines"].values()

@@ -17,7 +17,7 @@ def small(name: str) -> peers.Data:
 
 
 @pytest.mark.parametrize("recipe", data.RECIPES)
-@pytest.mark.parametrize("name", ["mlp", "linear", "norm_linear", "gelu_mlp"])
+@pytest.mark.parametrize("name", ["mlp", "linear", "norm_linear", "gelu_mlp", "layer"])
 def test_te_ops_is_within_the_tolerance(name: str, recipe: str) -> None:
     drawn = small(name)
     arm = OURS.build(drawn, recipe)
@@ -27,7 +27,7 @@ def test_te_ops_is_within_the_tolerance(name: str, recipe: str) -> None:
     assert max(found.values()) <= peers.tolerance(drawn.case, recipe), found
 
 
-@pytest.mark.parametrize("name", ["mlp", "linear", "norm_linear", "gelu_mlp"])
+@pytest.mark.parametrize("name", ["mlp", "linear", "norm_linear", "gelu_mlp", "layer"])
 def test_torch_is_within_the_tolerance_and_in_bf16_only(name: str) -> None:
     drawn = small(name)
     found = peers.errors(TORCH.build(drawn, "none").results(), peers.reference(drawn))
