@@ -247,7 +247,8 @@ PIPELINES: tuple[Pipeline, ...] = (
     ),
     Pipeline("dropout", lambda: Sequential(Linear(32, 32), Dropout(0.25), Linear(32, 32)), (32,)),
 )
-"""Pipelines that hold every chain of the package's rules, but for `gemm_accumulate`: it writes memory of the caller."""
+"""Pipelines that hold every chain of the package's rules, but for `gemm_accumulate`, which writes memory of the caller,
+and those of packed heads, which need attention."""
 
 
 def pipelines(

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from te_ops.backends.cutlass.limits import refuse, tilings
+from te_ops.backends.cutlass.limits import refuse
 from te_ops.backends.cutlass.spec import Epilogue, GemmSpec
 from te_ops.errors import PlanError
 
-__all__ = ["arguments", "compile_to", "cubin", "load", "main_output", "refuse", "tilings"]
+__all__ = ["arguments", "compile_to", "cubin", "load", "main_output"]
 
 ENTRY = "te_ops_gemm"
 CUBIN = 190  # ELF machine number of CUDA code
@@ -29,7 +29,7 @@ def compile_to(spec: GemmSpec, arch: str, path: Path) -> None:
     """Writes the kernel as an object file that `load` takes.
 
     Args:
-        spec: which `refuse` accepts.
+        spec: which `limits.refuse` accepts.
         arch: "sm_90a" or "sm_100a", the one that this process was started for.
         path: of the file, in a folder that exists. It is written in place: give a temporary name and rename it.
 
