@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_ops.backends.cublas.scaled import tile_scale, vector_scale
-from te_ops.backends.cuda import block, launch
+from te_ops.backends.cuda import block
 from te_ops.backends.cuda.block import Shape, make_blocked
 from te_ops.backends.cuda.source import plain
 from te_ops.backends.cuda.wanted import Wanted
@@ -47,12 +47,6 @@ FUSED = (
 BY_NAME = {case.name: case for case in cases()}
 
 needs_compiler = pytest.mark.skipif(emulator.compiler_path() is None, reason="needs g++")
-
-
-@pytest.fixture
-def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "build", emulator.build)
-    monkeypatch.setattr(launch, "zero_word", emulator.zero_word)
 
 
 @needs_compiler

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 import te_ops as te
-from te_ops.backends.cuda import KERNELS, launch
+from te_ops.backends.cuda import KERNELS
 from te_ops.registry import REGISTRY
 from te_ops.runtime import cache
-from tests.backends.cuda import emulator
 
-pytestmark = pytest.mark.skipif(emulator.compiler_path() is None, reason="needs g++")
+pytestmark = pytest.mark.usefixtures("on_the_host")
 
 RECIPES: dict[str, te.Recipe | None] = {
     "none": None,
@@ -34,12 +33,6 @@ CASES = (
     ("swiglu, interleaved", "delayed"),
     ("gelu", "current"),
 )
-
-
-@pytest.fixture(autouse=True)
-def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "build", emulator.build)
-    monkeypatch.setattr(launch, "zero_word", emulator.zero_word)
 
 
 def step(

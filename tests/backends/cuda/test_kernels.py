@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from te_ops.backends.cuda import launch
-from tests.backends.cuda import emulator
 from tests.backends.cuda.cases import Case, cases, check, drawer
 
 SOME = (
@@ -34,13 +32,7 @@ SOME = (
 SHAPES = ((0, 32), (2, 3, 40), (129, 131))
 BY_NAME = {case.name: case for case in cases()}
 
-pytestmark = pytest.mark.skipif(emulator.compiler_path() is None, reason="needs g++")
-
-
-@pytest.fixture(autouse=True)
-def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "build", emulator.build)
-    monkeypatch.setattr(launch, "zero_word", emulator.zero_word)
+pytestmark = pytest.mark.usefixtures("on_the_host")
 
 
 @pytest.mark.parametrize("name", SOME)

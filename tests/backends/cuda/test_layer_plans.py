@@ -11,13 +11,12 @@ import torch
 
 import te_ops as te
 from te_ops import layers
-from te_ops.backends.cuda import KERNELS, launch
+from te_ops.backends.cuda import KERNELS
 from te_ops.graph import PRIMS
 from te_ops.registry import REGISTRY
 from te_ops.runtime import cache
-from tests.backends.cuda import emulator
 
-pytestmark = pytest.mark.skipif(emulator.compiler_path() is None, reason="needs g++")
+pytestmark = pytest.mark.usefixtures("on_the_host")
 
 RECIPES = {
     "bf16": None,
@@ -42,12 +41,6 @@ CASES = (
     ("delayed", "norms of heads"),
     ("bf16", "norms behind rope"),
 )
-
-
-@pytest.fixture(autouse=True)
-def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "build", emulator.build)
-    monkeypatch.setattr(launch, "zero_word", emulator.zero_word)
 
 
 def layer(

@@ -8,23 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from te_ops.backends.cuda import launch
 from te_ops.backends.cuda.norm_heads import refuse
 from te_ops.basic.heads_norm import NORM_HEADS
-from tests.backends.cuda import emulator
 from tests.backends.cuda.calls import Inputs, make_call
 from tests.backends.cuda.cases import Case, check, drawer
 from tests.backends.cuda.cases_norm_heads import norm_heads_cases
 
 CASES = {case.name: case for case in norm_heads_cases()}
-
-
-@pytest.fixture
-def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    if emulator.compiler_path() is None:
-        pytest.skip("needs g++")
-    monkeypatch.setattr(launch, "build", emulator.build)
-    monkeypatch.setattr(launch, "zero_word", emulator.zero_word)
 
 
 @pytest.mark.usefixtures("on_the_host")

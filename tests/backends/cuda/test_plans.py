@@ -13,9 +13,8 @@ from te_ops import recipe
 from te_ops.backends.cuda import KERNELS, launch
 from te_ops.registry import REGISTRY
 from te_ops.runtime import cache
-from tests.backends.cuda import emulator
 
-pytestmark = pytest.mark.skipif(emulator.compiler_path() is None, reason="needs g++")
+pytestmark = pytest.mark.usefixtures("on_the_host")
 
 RECIPES = {
     "dense": (
@@ -39,12 +38,6 @@ RECIPES = {
         },
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "build", emulator.build)
-    monkeypatch.setattr(launch, "zero_word", emulator.zero_word)
 
 
 def step(made: Any) -> tuple[list[torch.Tensor], set[str]]:

@@ -5,22 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_ops.backends.cuda import launch
 from te_ops.backends.cuda.rope import fit
-from tests.backends.cuda import emulator
 from tests.backends.cuda.cases import Case, check, drawer
 from tests.backends.cuda.cases_rope import Table, rope_cases, table_cases
 
 CASES = {case.name: case for case in rope_cases()}
 SHAPES = ((0, 32), (5, 32), (33, 32))
-
-
-@pytest.fixture
-def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    if emulator.compiler_path() is None:
-        pytest.skip("needs g++")
-    monkeypatch.setattr(launch, "build", emulator.build)
-    monkeypatch.setattr(launch, "zero_word", emulator.zero_word)
 
 
 @pytest.mark.usefixtures("on_the_host")

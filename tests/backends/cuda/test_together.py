@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from te_ops.backends.cuda import launch, targets
+from te_ops.backends.cuda import targets
 from tests.backends.cuda import cases as single
-from tests.backends.cuda import emulator
 from tests.backends.cuda.cases import Case, check, drawer
 from tests.backends.cuda.cases_pointwise import cases
 
-pytestmark = pytest.mark.skipif(emulator.compiler_path() is None, reason="needs g++")
+pytestmark = pytest.mark.usefixtures("on_the_host")
 BY_NAME = {case.name: case for case in single.cases()}
 SHAPES = ((0, 300), (67, 40), (130, 131))
-
-
-@pytest.fixture(autouse=True)
-def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "build", emulator.build)
-    monkeypatch.setattr(launch, "zero_word", emulator.zero_word)
 
 
 @pytest.mark.parametrize("case", tuple(cases()), ids=lambda case: case.name)
