@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 import te_ops as te
-from te_ops.backends.cuda import KERNELS, launch
+from te_ops.backends.cuda import KERNELS, launch, swizzle
 from te_ops.backends.cuda import compile as compiler
 from te_ops.errors import PlanError
 from te_ops.registry import REGISTRY
@@ -76,6 +76,7 @@ def instances(arch: str) -> dict[str, str]:
     found: dict[str, str] = {}
     _add_plans(arch, found)
     _add_cases(arch, found)
+    found.setdefault(swizzle.text(), "swizzle")  # in front of products, no node of its own
     return found
 
 

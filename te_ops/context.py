@@ -22,7 +22,7 @@ class Observed:
 
     def __init__(self) -> None:
         self.by_state: dict[Any, Any] = {}
-        self.sheets: list[tuple[Any, torch.Tensor]] = []
+        self.sheets: list[Any] = []
 
     def __bool__(self) -> bool:
         return bool(self.sheets or self.by_state)
@@ -43,13 +43,13 @@ class Region:
 
     def close(self, failed: bool) -> None:
         """Commit what was observed, or drop it if the region ended with an exception."""
+        observed = self.observed
+        if not (observed.sheets or observed.by_state or self.groups):
+            return
         commit = Region.commit
-        if (self.observed or self.groups) and commit is not None and not failed:
+        if commit is not None and not failed:
             commit(self)
-        if self.observed:
-            self.observed = Observed()
-        if self.groups:
-            self.groups = {}
+        self.observed, self.groups = Observed(), {}
 
 
 @dataclass(eq=False, slots=True)

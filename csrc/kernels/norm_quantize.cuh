@@ -72,16 +72,25 @@ template <class S, class T, int ROWS, int COLS, int CLUSTER, int THREADS, int ST
 struct NormTile {
   static constexpr int down = ROWS * 32 / THREADS, across = COLS / 256;  // rows a warp, chunks a lane of a row
   typedef Feed<S, down * across, THREADS, STAGES> Copies;
-  // Codes go where the second operand was, if what is made of both takes the place of the first.
+  // Codes go where the second operand was, if what is made of both takes the place of the first; or where the row itself
+  // was, half of it, which its warp alone reads.
   static constexpr bool behind = COL && STAGES == 1 && Copies::pieces == 2 * pieces_of<T>();
-  static constexpr int codes_at = behind ? Copies::bytes / 2 : Copies::bytes;
-  static constexpr int codes = COL && !behind ? ROWS * COLS : 0;
+  static constexpr bool inside = COL && STAGES == 1 && sizeof(T) == 2 && Copies::pieces == 1;
+  static constexpr int codes_at = inside ? 0 : behind ? Copies::bytes / 2 : Copies::bytes;
+  static constexpr int codes = COL && !behind && !inside ? ROWS * COLS : 0;
   static constexpr int sums = 2 * CLUSTER * ROWS * 2 * 4;
   static constexpr int mail_at = Copies::bytes + codes + sums;
   static constexpr int bytes = mail_at + 16;
   static constexpr int blocks_down = ROWS / 16;         // of codes
   static constexpr int lanes = 32 / down;               // that have the sums of one of the warp's rows
   static constexpr int steps = blocks_down * COLS / 4;  // of the pass over columns: 16 rows of four
+  // Where the codes of 128 columns of a row are.
+  static TE_DEVICE u8* code_row(u8* codes, u32 row, u32 block) {
+    if constexpr (inside)
+      return codes + ((row % down * across + block / 4) * THREADS + row / down * 32) * 16 + block % 4 * 128;
+    else
+      return codes + (block * ROWS + row) * 128;
+  }
   static_assert(steps % THREADS == 0 && THREADS / blocks_down % 32 == 0 && 16 % down == 0, "a warp's rows in one block");
   static_assert(WIDTH == 0 || WIDTH == COLS * CLUSTER, "whole blocks");
 };
@@ -128,7 +137,7 @@ struct NormPart {
 
 // The columns of a tile's codes to global memory: [width, rows], from `y` on, `left_over` rows and `columns` of them.
 template <class Plan, int COLS, int THREADS>
-TE_DEVICE void store_turned(const Codes<Plan::blocks_down>* codes, u8* y, i64 rows, i64 left_over, i64 columns) {
+TE_DEVICE void store_turned(u8* codes, u8* y, i64 rows, i64 left_over, i64 columns) {
   constexpr int BLOCKS = Plan::blocks_down, PER = THREADS / BLOCKS;  // words of four columns that a step takes
   const int down = thread() % BLOCKS, first = thread() / BLOCKS;
   if (16 * down >= left_over) return;
@@ -136,7 +145,8 @@ TE_DEVICE void store_turned(const Codes<Plan::blocks_down>* codes, u8* y, i64 ro
   auto step = [&](int s, auto store) {
     if (4 * (first + s * PER) >= columns) return;
     u32 lines[4][4];
-    codes[first / 32 + s * (PER / 32)].take(down, first % 32, lines);
+    take_turned([&](int row) { return (const u32*)Plan::code_row(codes, row, first / 32 + s * (PER / 32)); }, 16 * down,
+                first % 32 ^ down * Codes<BLOCKS>::spread, lines);
     u8* p = line;
 #pragma unroll
     for (int k = 0; k < 4; ++k, p += rows) store(p, lines[k]);  // whole chunks of eight columns
@@ -164,13 +174,13 @@ TE_DEVICE void norm_quantize(const NormQuantizeArguments<S, T, Y, G>& a, float e
   NormPart<S, T, Y, G, CENTERED, ZERO_CENTERED, COLS, CLUSTER, ACROSS, WIDTH> part(a);
   const int warp = part.warp, lane = part.lane, rank = part.rank, mine = warp * DOWN + lane / LANES;
   const i64 width = part.width(), rows = a.rows, stride = blocks() / CLUSTER * ROWS;
-  Codes<Plan::blocks_down>* codes = (Codes<Plan::blocks_down>*)(dynamic_shared() + Plan::codes_at);  // 128 columns each
+  u8* codes = dynamic_shared() + Plan::codes_at;
   float* sums = (float*)(dynamic_shared() + Copies::bytes + Plan::codes);  // [2, CLUSTER, ROWS, 2]
   u64* mail = (u64*)(dynamic_shared() + Plan::mail_at);                    // [2]
   constexpr int MAIL = CLUSTER * ROWS * (1 + CENTERED) * 4;
   // Where a warp's first codes go: a row is 128 bytes of each of its codes' blocks.
   const int swizzled = (2 * (lane % 16)) ^ (warp * DOWN / 16 * Codes<Plan::blocks_down>::spread);
-  u8* put = (u8*)&codes[lane / 16].word[warp * DOWN][swizzled];
+  u8* put = Plan::code_row(codes, warp * DOWN, lane / 16) + 4 * swizzled;
   auto issue = [&](i64 top, int to) {
     const i64 first = top + warp * DOWN;
     auto line = [&](int i, bool exists) {
@@ -317,22 +327,24 @@ TE_DEVICE void norm_quantize(const NormQuantizeArguments<S, T, Y, G>& a, float e
         Chunk<u8> c;
         encode<F>(v, scale, c.w);
         if constexpr (ROW) store<u8, WHOLE>(a.row + at, here, c);
-        if constexpr (COL) write_shared(put + 128 * i + 2 * j * sizeof(Codes<Plan::blocks_down>), c.w);
+        if constexpr (Plan::inside)
+          if (j % 2 == 0) warp_barrier();  // all lanes have read what the codes replace
+        if constexpr (COL) write_shared(put + (Plan::code_row(codes, i, 2 * j) - codes), c.w);
       }
     };
     if (first + DOWN <= rows) {
-#pragma unroll (DOWN < 4 ? DOWN : 4)
+#pragma unroll 2
       for (int i = 0; i < DOWN; ++i) line(i);
     } else {
 #pragma unroll 1
       for (int i = 0; first + i < rows; ++i) line(i);
     }
-    if constexpr (!Plan::behind) issue(top + STAGES * stride, stage);
+    if constexpr (!Plan::behind && !Plan::inside) issue(top + STAGES * stride, stage);
     if constexpr (COL) {
       barrier();
       store_turned<Plan, COLS, THREADS>(codes, a.col + part.left * rows + top, rows, rows - top, width - part.left);
     }
-    if (Plan::behind && top + stride < rows) {
+    if ((Plan::behind || Plan::inside) && top + stride < rows) {
       barrier();
       issue(top + stride, stage);
     }

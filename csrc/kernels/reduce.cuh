@@ -65,13 +65,18 @@ TE_DEVICE void sum_rows(const S& s, float* partial, i64 rows, i64 width, i64 sli
   }
 }
 
-// Over rows, second stage: y[c] = sum over slices. 64 columns a block, four threads each.
+// Over rows, second stage: y[c] = sum over slices. 64 columns a block, four threads each, four sums a thread: loads do
+// not wait for additions, and sums of many slices are of fewer terms.
 template <class T> TE_DEVICE void sum_slices(const float* partial, T* y, i64 width, i64 slices) {
   TE_SHARED float shared[4][64];
   const i64 col = block() * 64 + thread() % 64;
-  float total = 0.0f;
-  if (col < width)
-    for (i64 k = thread() / 64; k < slices; k += 4) total = add(total, partial[k * width + col]);
+  float sums[4] = {};
+  for (i64 k = thread() / 64; col < width && k < slices; k += 16) {
+#pragma unroll
+    for (int u = 0; u < 4; ++u)
+      if (k + 4 * u < slices) sums[u] = add(sums[u], partial[(k + 4 * u) * width + col]);
+  }
+  float total = add(add(sums[0], sums[1]), add(sums[2], sums[3]));
   shared[thread() / 64][thread() % 64] = total;
   barrier();
   if (thread() >= 64 || col >= width) return;

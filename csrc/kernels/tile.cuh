@@ -47,6 +47,22 @@ template <int GROUPS> struct Tile {
   }
 };
 
+// Sixteen rows from `first` on of four columns, transposed: out[j] are the codes of column j, first row in the low byte.
+template <class Row> TE_DEVICE void take_turned(Row row, int first, int place, u32 (&out)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    u32 w[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) w[k] = row(first + 4 * i + k)[place];
+    const u32 a = byte_perm(w[0], w[1], 0x5140), b = byte_perm(w[2], w[3], 0x5140);
+    const u32 c = byte_perm(w[0], w[1], 0x7362), d = byte_perm(w[2], w[3], 0x7362);
+    out[0][i] = byte_perm(a, b, 0x5410);
+    out[1][i] = byte_perm(a, b, 0x7632);
+    out[2][i] = byte_perm(c, d, 0x5410);
+    out[3][i] = byte_perm(c, d, 0x7632);
+  }
+}
+
 // FP8 codes of a tile in shared memory, to be read by columns. Words are XOR-swizzled by the block of sixteen rows,
 // so that neither side has bank conflicts.
 template <int GROUPS> struct Codes {
@@ -61,18 +77,7 @@ template <int GROUPS> struct Codes {
   }
   // Sixteen rows of four columns, transposed: out[j] are the codes of column j, first row in the low byte.
   TE_DEVICE void take(int block, int cw, u32 (&out)[4][4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      u32 w[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) w[k] = word[16 * block + 4 * i + k][cw ^ (block * spread)];
-      const u32 a = byte_perm(w[0], w[1], 0x5140), b = byte_perm(w[2], w[3], 0x5140);
-      const u32 c = byte_perm(w[0], w[1], 0x7362), d = byte_perm(w[2], w[3], 0x7362);
-      out[0][i] = byte_perm(a, b, 0x5410);
-      out[1][i] = byte_perm(a, b, 0x7632);
-      out[2][i] = byte_perm(c, d, 0x5410);
-      out[3][i] = byte_perm(c, d, 0x7632);
-    }
+    take_turned([&](int row) { return word[row]; }, 16 * block, cw ^ (block * spread), out);
   }
 };
 

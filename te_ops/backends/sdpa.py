@@ -34,6 +34,7 @@ class _Family:
     features: int  # the most of a head
     own_values: bool  # v may have other features than q and k
     off_square: bool  # causal with other numbers of queries than of keys
+    single: bool  # one query by one key (cuDNN 9.19 refuses its backward when it is called)
 
 
 CUDNN = _Family(
@@ -44,6 +45,7 @@ CUDNN = _Family(
     features=128,
     own_values=True,
     off_square=True,
+    single=False,
 )
 FLASH = _Family(
     forward="_scaled_dot_product_flash_attention",
@@ -53,6 +55,7 @@ FLASH = _Family(
     features=256,
     own_values=False,
     off_square=False,
+    single=True,
 )
 
 
@@ -88,6 +91,8 @@ def _refuse_sizes(family: _Family, form: Form, n: Sizes) -> str | None:
     most = max(n.d_qk, n.d_v)
     if 0 in n:
         return "nothing of size zero is given to the library"
+    if n.s_q == n.s_kv == 1 and not family.single:
+        return "this kernel has no backward of one query by one key"
     if n.d_qk % 8 or n.d_v % 8 or most > family.features:
         return f"the features of a head must divide by 8, and be {family.features} at most"
     if n.d_qk != n.d_v and not family.own_values:

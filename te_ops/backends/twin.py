@@ -9,14 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from te_ops.basic.attention_core import ATTENTION
 from te_ops.basic.attention_fp8 import E4M3, output, output_scale_inv
-from te_ops.graph import Node, Spec, Value
-from te_ops.quantizers import Record
-from te_ops.quantizers.codec import encode_fp8
+from te_ops.basic.quantize import DEQUANTIZE, QUANTIZE
+from te_ops.graph import Graph, Node, Prim, Spec, Value
+from te_ops.quantizers import Float8Quantizer
 from te_ops.registry import REGISTRY, ArchRange, Call, Kernel, Launch
 
 PRIORITY = 5
+ENCODER = Float8Quantizer(E4M3)
+"""It is given its scale, as delayed scaling is."""
 
 
 def dense_call(call: Call) -> Call:
@@ -39,6 +43,17 @@ def refuse(call: Call) -> str | None:
     return None if _kernel(call) else "no kernel takes the same attention over dense operands"
 
 
+def _alone(call: Call, prim: Prim, specs: tuple[Spec, ...], **attrs: Any) -> Launch:
+    """The launch of one node for its first output, on the device of a call, by the kernel that a plan would choose."""
+    g = Graph()
+    xs = tuple(g.input(i, spec) for i, spec in enumerate(specs))
+    outs = g.calls(prim, *xs, **attrs)
+    known = {v: g.spec(v) for v in (*xs, *outs)}
+    own = Call((g.node(outs[0]),), xs, outs[:1], known, call.device, call.arch, call.align)
+    candidates = (*REGISTRY.kernels(prim.name), *REGISTRY.kernels("*"))
+    return next(k for k in candidates if k.reason(own) is None).bind(own)
+
+
 class _Twin:
     """A launch: decode, attend, encode."""
 
@@ -51,17 +66,26 @@ class _Twin:
         self.place = {v: i for i, v in enumerate(call.writes)}.get(Value(node.id, 0))
         self.dropout: float = node.dropout
         self.launch = kernel.bind(dense_call(call))
+        specs = [call.spec(v) for v in call.reads]
+        self.decode = {
+            i: _alone(call, DEQUANTIZE, (spec,), dtype=spec.dtype)
+            for i, spec in enumerate(specs)
+            if spec.kind.name == "record"
+        }
+        o, scale = call.spec(Value(node.id, 0)), Spec((1,), torch.float32)
+        given = (Spec(o.shape, o.dtype), scale)
+        self.encode = _alone(call, QUANTIZE, given, quantizer=ENCODER, stream=0)
 
     def __call__(self, *reads: Any) -> Any:
-        dense = [x.dequantize() if isinstance(x, Record) else x for x in reads]
+        dense = [self.decode[i](x) if i in self.decode else x for i, x in enumerate(reads)]
         made = self.launch(*dense)
         if self.place is None:
             return made
         results = [*made] if isinstance(made, tuple) else [made]
         v = reads[self.v]
         scale_inv = output_scale_inv(v.scale_inv, self.dropout)
-        wide = results[self.place].float().div_(scale_inv)
-        results[self.place] = output(encode_fp8(wide, E4M3), scale_inv, v.dtype)
+        codes = self.encode(results[self.place], scale_inv.reciprocal().view(1)).data
+        results[self.place] = output(codes, scale_inv, v.dtype)
         return results[0] if len(results) == 1 else tuple(results)
 
 

@@ -130,4 +130,17 @@ RULES = (
     Rule("heads_quantize_rounded", _QUANTIZED, exact=True),
     Rule("pack_rope", ("pack_heads", "rope_heads")),
     Rule("norm_rope_heads", ("norm_heads", "rope_heads")),
+    # What FP8 attention reads: each part under a scale of its own, rounded as the steps one by one would.
+    Rule(
+        "heads_quantize_each",
+        ("norm_heads?", "rope_heads?", "unpack_heads"),
+        follow=("quantize",),
+        exact=True,
+    ),
+    Rule(
+        "heads_norm_back_quantize",
+        ("pack_heads", "rope_heads?", "norm_heads_backward"),
+        follow=("quantize", "reduce"),
+        exact=True,
+    ),
 )

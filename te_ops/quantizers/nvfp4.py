@@ -149,7 +149,7 @@ class NVFP4Quantizer(Quantizer):
         return self.stochastic_rounding
 
     @property
-    def _limit(self) -> float:
+    def limit(self) -> float:
         """What an amax is mapped to: the largest code times the largest block scale."""
         return E2M1_MAX * (self.four_over_six_bound if self.four_over_six else 448)
 
@@ -216,7 +216,7 @@ class NVFP4Quantizer(Quantizer):
 
     def _global_scale(self, amax: Tensor) -> Tensor:
         """S, to be broadcast over [R, blocks]."""
-        scale = divide(self._limit, amax).clamp(max=FP32_MAX)
+        scale = divide(self.limit, amax).clamp(max=FP32_MAX)
         scale = torch.where((amax > 0.0) & (amax < math.inf), scale, torch.ones_like(scale))
         return scale.unsqueeze(-1) if self.row_scaled else scale
 
@@ -225,12 +225,12 @@ class NVFP4Quantizer(Quantizer):
         s8 = decode_fp8(block_scale)
         if self.row_scaled:
             amax = amax.unsqueeze(-1)
-        inverse = 1.0 / self._limit
+        inverse = 1.0 / self.limit
         value = (s8 * amax) * inverse
         # A huge amax overflows in that product though the value is representable.
         value = torch.where(torch.isinf(value), s8 * (amax * inverse), value)
         scale = self._global_scale(amax if not self.row_scaled else amax.squeeze(-1))
-        regular = (amax < math.inf) & (divide(self._limit, amax) < math.inf)
+        regular = (amax < math.inf) & (divide(self.limit, amax) < math.inf)
         return torch.where(regular, value, s8 * divide(1.0, scale))
 
     def _better(

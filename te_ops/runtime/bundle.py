@@ -25,7 +25,7 @@ LIMIT = 128 << 20
 
 
 class Bundler(Protocol):
-    """What records operations of a device type, and calls its driver where torch's own way costs more."""
+    """What records operations of a device type."""
 
     def capturing(self) -> bool:
         """Whether the caller is recording the current stream: what is issued has to come one by one."""
@@ -37,9 +37,6 @@ class Bundler(Protocol):
 
         The device is current. Nothing runs. Scratch memory of libraries that the calls name belongs to `stream`.
         """
-
-    def launcher(self, executable: int) -> Prepared:
-        """A call that launches an executable graph of somebody else's, who keeps it. The device is current then."""
 
 
 BUNDLERS: dict[str, Bundler] = {}

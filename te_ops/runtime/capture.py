@@ -12,7 +12,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from te_ops.op import Op
 from te_ops.runtime import engines
 from te_ops.runtime.checkpoint import recorded
 from te_ops.runtime.frozen import FrozenWeights
-from te_ops.runtime.state import DelayedState, Sheet, by_state
+from te_ops.runtime.state import DelayedState, Handed, Sheet, by_state
 
 LOCK = threading.RLock()
 """One recording at a time in a process."""
@@ -41,33 +42,51 @@ def marked() -> Iterator[None]:
         FROZEN.reset(tokens[1])
 
 
-@dataclass(eq=False, repr=False)
 class Amaxes:
-    """What one phase observes: states, and a tensor with the amaxes of all of them."""
+    """What one phase observes: states, and a tensor with the amaxes of all of them.
 
-    states: tuple[DelayedState, ...] = ()
-    used: list[tuple[Any, float]] = field(default_factory=list)  # recipe and the format's maximum
-    amaxes: torch.Tensor | None = None
-    sheet: Sheet | None = None  # of the last replay
+    A replay lends the tensor to a commit, which mostly comes before the next replay: that copies it where it did not.
+    """
+
+    def __init__(
+        self,
+        states: tuple[DelayedState, ...] = (),
+        used: Sequence[tuple[Any, float]] = (),
+        amaxes: torch.Tensor | None = None,
+    ) -> None:
+        """`used`: the recipe and the format's maximum of each state."""
+        self.states, self.used, self.amaxes = states, used, amaxes
+        self.handed: weakref.ref[Handed] | None = None  # by the last replay
+        self._sheet: Sheet | None = None  # of the last replay
 
     @staticmethod
-    def of(observed: Observed) -> Amaxes:
-        """The amaxes of a region in one tensor."""
+    def of(observed: Observed, room: torch.Tensor | None) -> Amaxes:
+        """The amaxes of a region, all in `room`: not in memory of the graph's, whose other replays may write there."""
         found = by_state(observed)
         if not found:
             return Amaxes()
-        amaxes = torch.stack([o.amax.reshape(()) for o in found.values()])
+        amaxes = [o.amax.reshape(()) for o in found.values()]
         used = [(o.config, o.fp8_max) for o in found.values()]
-        return Amaxes(tuple(found), used, amaxes)
+        out = torch.stack(amaxes, out=None if room is None else room[: len(amaxes)])
+        return Amaxes(tuple(found), used, out)
 
-    def fresh(self, group: Any) -> tuple[Sheet, torch.Tensor]:
-        """A copy of the amaxes (the next replay writes them again), in the group of the call."""
+    def hand(self, group: Any) -> Handed:
+        """What the replay that has just been issued observed, in the group of the call."""
         assert self.amaxes is not None
-        sheet = self.sheet
+        sheet = self._sheet
         if sheet is None or sheet.group is not group:
             offsets = tuple(range(0, 4 * len(self.states), 4))
-            sheet = self.sheet = Sheet(self.states, self.used, offsets, group)
-        return sheet, self.amaxes.clone()
+            sheet = self._sheet = Sheet(self.states, self.used, offsets, group)
+        made = Handed(sheet, self.amaxes, lent=True)
+        self.handed = weakref.ref(made)
+        return made
+
+    def keep(self) -> None:
+        """Before a replay: what was handed over and waits for its commit still gets a copy."""
+        waiting = None if self.handed is None else self.handed()
+        if waiting is not None:
+            waiting.keep()
+        self.handed = None
 
 
 Root = tuple[weakref.ref[Op], list[DelayedState]]
@@ -78,15 +97,16 @@ Root = tuple[weakref.ref[Op], list[DelayedState]]
 class Pair:
     """A captured forward and, where gradients are wanted, the backward of it."""
 
-    inputs: list[torch.Tensor]
+    engine: engines.Engine
+    device: torch.device
     outputs: list[torch.Tensor]
     tree: Any  # how the outputs form the module's result
-    forward: Callable[[], Any]
+    forward: engines.Replay
     seen: Amaxes
     groups: tuple[Any, ...]
     roots: list[Root]
     reads: list[tuple[DelayedState, Any]]  # scales that were read from the buffer, and their maker
-    backward: Callable[[], Any] | None = None
+    backward: engines.Replay | None = None
     dys: list[torch.Tensor | None] = field(default_factory=list)  # by output
     grads: list[torch.Tensor | None] = field(default_factory=list)  # by input, then parameter
     seen_back: Amaxes = field(default_factory=Amaxes)
@@ -94,10 +114,43 @@ class Pair:
 
     def __post_init__(self) -> None:
         self.bare = self.tree == _pytree.tree_structure(0)  # the result is one tensor
+        self.tables = [state.__dict__ for state, _ in self.reads]  # not through nn.Module's look-up
+        self.makers = [maker for _, maker in self.reads]
+        self.made = [g for g in self.grads if g is not None]
+        self.rooms = list(map(engines.room_for, self.outputs))
+        self.rooms_back = list(map(engines.room_for, self.made))
+        self.differentiable = None not in map(_kind_of, self.dys)  # every output
+
+    def given(self, dys: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
+        """What the backward reads, given the gradients of the outputs: zeros for one that is not there."""
+        if self.differentiable and None not in map(_kind_of, dys):
+            return dys  # type: ignore[return-value]
+        found = []
+        for static, dy in zip(self.dys, dys, strict=True):
+            if static is not None:
+                found.append(static.zero_() if dy is None else dy)
+        return found
+
+    def by_leaf(self, grads: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Gradients at the places of the inputs and parameters that want one."""
+        if len(grads) == len(self.grads):
+            return grads  # type: ignore[return-value]
+        found = iter(grads)
+        return [None if g is None else next(found) for g in self.grads]
 
     def stale(self) -> bool:
         """Whether a scale has to be derived anew, for another recipe than made it: that is done eagerly."""
-        return any([s.maker is not None and s.maker != maker for s, maker in self.reads])  # noqa: C419  (a generator costs more)
+        now = list(map(_maker, self.tables))
+        if now == self.makers:
+            return False
+        return any(m is not None and m != maker for m, maker in zip(now, self.makers, strict=True))
+
+
+_maker = itemgetter("maker")
+
+
+def _kind_of(x: Any) -> Any:
+    return None if x is None else type(x)
 
 
 @dataclass(eq=False, repr=False)
@@ -119,8 +172,9 @@ class Task:
 class _Pass:
     """Forward and backward bodies over shared variables: the recorded backward is that of the recorded forward."""
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    def __init__(self, task: Task, rooms: Sequence[torch.Tensor | None] = (None, None)) -> None:
+        """`rooms`: for the amaxes of forward and backward, None where any memory will do."""
+        self.task, self.rooms = task, rooms
         self.region = Region()
         self.outputs: list[torch.Tensor] = []
         self.tree: Any = None
@@ -150,9 +204,8 @@ class _Pass:
             leaf if not any(leaf is x for x in self.task.inputs) else leaf.view_as(leaf)
             for leaf in leaves
         ]
-        self.seen = Amaxes.of(self.region.observed)
-        amaxes = [] if self.seen.amaxes is None else [self.seen.amaxes]
-        return [*self.outputs, *amaxes]
+        self.seen = Amaxes.of(self.region.observed, self.rooms[0])
+        return self.outputs
 
     @property
     def differentiable(self) -> bool:
@@ -179,9 +232,8 @@ class _Pass:
         for i, twin in enumerate(task.twins, len(task.inputs)):
             mine, other = self.grads[i], None if twin is None else next(found)
             self.grads[i] = other if mine is None else mine if other is None else mine + other
-        self.seen_back = Amaxes.of(self.region.gradients)
-        amaxes = [] if self.seen_back.amaxes is None else [self.seen_back.amaxes]
-        return [*(g for g in self.grads if g is not None), *amaxes]
+        self.seen_back = Amaxes.of(self.region.gradients, self.rooms[1])
+        return [g for g in self.grads if g is not None]
 
 
 @contextlib.contextmanager
@@ -254,15 +306,22 @@ def _put_back(buffer: torch.Tensor, kept: torch.Tensor) -> None:
         buffer.copy_(kept)
 
 
-def rehearse(task: Task, times: int) -> list[tuple[DelayedState, Any]]:
-    """Run forward and backward as eager calls that commit nothing: plans, kernels and libraries are ready after it.
+class Rehearsed(NamedTuple):
+    """What passes over a task have shown: scales that were read, each with the maker that it needs to be read from its
+    buffer, and how many states forward and backward observe."""
 
-    Returns the scales that were read, with the maker that each of them needs to be read from its buffer.
+    reads: list[tuple[DelayedState, Any]]
+    observed: tuple[int, int]
+
+
+def rehearse(task: Task, times: int) -> Rehearsed:
+    """Run forward and backward as eager calls that commit nothing: plans, kernels and libraries are ready after it.
 
     Raises:
         Error: what the calls raise; PlanError for what no graph can hold.
     """
     reads: dict[Any, None] = {}
+    observed = 0, 0
     for _ in range(times):
         made = _Pass(replace(task, copies=None))
         saved, DelayedState.reads = DelayedState.reads, []
@@ -276,14 +335,15 @@ def rehearse(task: Task, times: int) -> list[tuple[DelayedState, Any]]:
         finally:
             DelayedState.reads = saved
         reads |= dict.fromkeys((s, (config, fp8_max)) for s, config, fp8_max in found)
+        observed = len(made.seen.states), len(made.seen_back.states)
         _refuse_own_regions(task.module, made.region)
-    return list(reads)
+    return Rehearsed(list(reads), observed)
 
 
 def _refuse_own_regions(module: nn.Module, region: Region) -> None:
     for path, op in module.named_modules():
         last = recorded(op) if isinstance(op, Op) else None
-        if last is None or last.frame is None or not last.versions:
+        if last is None or last.frame is None or not last.states:
             continue
         if last.frame.region is not region and current() is None:
             raise PlanError(
@@ -304,7 +364,7 @@ def capture(
     with LOCK, marked(), untouched(task.module, device):
         with twinned(task) as twin, engine.apart(device):
             versions = [x._version for x in twin.inputs]
-            reads = rehearse(twin, warmup)
+            reads, observed = rehearse(twin, warmup)
             if versions != [x._version for x in twin.inputs]:
                 raise PlanError(
                     f"{type(task.module).__name__} writes an input in place; a replay would write the graph's copy of "
@@ -316,14 +376,16 @@ def capture(
         if any(s.maker is not None and s.maker != maker for s, maker in reads):
             return None
         with _no_gc(), _located(task.module), twinned(task) as twin:
-            made = _Pass(twin)
-            _, forward = engine.record(made.forward, pool, device)
+            made = _Pass(twin, [_room(count, device) for count in observed])
+            _, forward = engine.record(made.forward, pool, device, task.inputs)
             backward = None
             if made.differentiable:
                 made.prepare_backward()
-                _, backward = engine.record(made.backward, pool, device)
+                dys = [dy for dy in made.dys if dy is not None]
+                _, backward = engine.record(made.backward, pool, device, dys)
     pair = Pair(
-        inputs=task.inputs,
+        engine=engine,
+        device=device,
         outputs=[y.detach() for y in made.outputs],
         tree=made.tree,
         forward=forward,
@@ -341,6 +403,11 @@ def capture(
     return pair
 
 
+def _room(count: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(count, dtype=torch.float32, device=device)
+
+
 def _own(module: nn.Module) -> bool:
     """Whether a module has a forward of its own (containers for state have none)."""
     return type(module).forward is not nn.Module.forward
@@ -353,7 +420,7 @@ def _roots(module: nn.Module, region: Region) -> list[Root]:
         last = recorded(op) if isinstance(op, Op) else None
         if last is not None and last.frame is not None and last.frame.region is region:
             assert isinstance(op, Op)
-            found.append((weakref.ref(op), list(last.versions)))
+            found.append((weakref.ref(op), list(last.states)))
     return found
 
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ class Recorded(NamedTuple):
     """What an op's last forward outside backward ran under."""
 
     frame: Frame | None
-    versions: dict[Any, int]
+    states: Sequence[Any]
+    versions: list[int]  # of the states
     grad: bool
     ambiguous: bool = (
         False  # an earlier forward, under another recipe, still waits for its backward
@@ -45,7 +47,7 @@ def record(op: Op, frame: Frame | None, states: Sequence[Any], grad: bool) -> No
     ambiguous = False
     if prior is not None and waits:
         ambiguous = prior.ambiguous or _key(prior.frame) != _key(frame)
-    fields[_LAST] = Recorded(frame, {s: s.version for s in states}, grad, ambiguous)
+    fields[_LAST] = Recorded(frame, states, list(map(_version, states)), grad, ambiguous)
     fields[_USED] = False
 
 
@@ -65,6 +67,7 @@ def recorded(op: Op) -> Recorded | None:
 
 
 _LAST, _USED, _VERSION = "_te_last", "_te_used", "_te_version"
+_version = attrgetter("version")
 
 
 def surroundings(op: Op, recomputing: bool) -> tuple[Frame | None, int | None]:
@@ -108,8 +111,9 @@ def check_recompute(op: Op, states: Sequence[Any], seen: Recorded | None) -> Non
             f"{type(op).__name__}: reentrant checkpointing runs the first forward without gradients, so "
             "delayed scaling would never observe it; use te.checkpoint, te.Recompute or use_reentrant=False"
         )
+    known = dict(zip(seen.states, seen.versions, strict=True))
     for state in states:
-        if seen.versions.get(state) != state.version:
+        if known.get(state) != state.version:
             raise RecipeError(
                 f"{type(op).__name__}: a recompute in backward would quantize with other scales than its forward, "
                 "since the delayed-scaling state has moved on; use te.checkpoint or te.Recompute, "

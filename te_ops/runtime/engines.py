@@ -5,15 +5,35 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from te_ops.runtime.bundle import BUNDLERS
+from te_ops.runtime.loads import entry
+from te_ops.runtime.replay import addresses_of, like
 
 Body = Callable[[], list[torch.Tensor]]
 """What is captured: it returns the tensors that a replay fills again."""
+
+
+class Replay(Protocol):
+    """A recorded graph, with the way in and out of its memory."""
+
+    def __call__(self, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+        """Values go to what the graph reads, it runs on the current stream, and its results go to `made`.
+
+        Args:
+            given: one for each tensor that it reads; that tensor itself where nothing is to be copied.
+            made: tensors from `room_for` of its first results, all or none.
+        """
+
+
+def room_for(result: torch.Tensor) -> torch.Tensor:
+    """What `torch.empty_like` makes the room for a result from: of the same layout, where the result is dense."""
+    if result.is_contiguous():
+        return like(result.shape, result.dtype, result.device)
+    return result.detach()
 
 
 class Engine(Protocol):
@@ -26,9 +46,9 @@ class Engine(Protocol):
         """Where rehearsals run: apart from the caller's stream, ordered after what it holds and before what follows."""
 
     def record(
-        self, body: Body, pool: Any, device: torch.device
-    ) -> tuple[list[torch.Tensor], Callable[[], Any]]:
-        """Record the body; its results, and what fills them again on the current stream."""
+        self, body: Body, pool: Any, device: torch.device, reads: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], Replay]:
+        """Record the body, which reads these contiguous tensors; its results, and what fills them again."""
 
     def strict(self) -> contextlib.AbstractContextManager[Any]:
         """Within, what waits for the device raises: a recording that fails in the middle leaves traces."""
@@ -69,11 +89,11 @@ class CudaEngine:
                 before.wait_stream(side)
 
     def record(
-        self, body: Body, pool: Any, device: torch.device
-    ) -> tuple[list[torch.Tensor], Callable[[], Any]]:
+        self, body: Body, pool: Any, device: torch.device, reads: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], Replay]:
         """See `Engine`."""
         torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.device(device), torch.cuda.stream(self._stream(device, "record")):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -82,7 +102,7 @@ class CudaEngine:
                 self._abort(graph, pool)
                 raise
             graph.capture_end()
-        return results, _Replay(graph, device)
+        return results, _Replay(graph, device, reads, results)
 
     def _stream(self, device: torch.device, use: str) -> Any:
         """One stream for each use: libraries keep memory by stream, which all graphs then share."""
@@ -116,7 +136,7 @@ class CudaEngine:
 
     def capturing(self) -> bool:
         """See `Engine`."""
-        return torch.cuda.is_current_stream_capturing()
+        return torch._C._cuda_isCurrentStreamCapturing()
 
     def turn(self, device: torch.device) -> _Turn:
         """See `Engine`."""
@@ -126,31 +146,77 @@ class CudaEngine:
         return found
 
 
-class _Replay:
-    """Launches a recorded graph on the current stream.
+AROUND: dict[str, Callable[..., Any]] = {}
+"""By device type: what makes a graph and the copies around it one launch (`backends.cuda.around`)."""
 
-    torch's own way moves the state of random numbers on, for graphs that draw some. Whether one does shows at its
-    first launch; what does not is launched by the driver alone from then on, for a third of the host's time.
+
+class _Replay:
+    """See `Replay`. One launch of the driver's, where a graph draws no random numbers; that shows at its first replay.
+
+    torch's own replay moves the state of random numbers on; the copies are launches of their own then.
     """
 
-    def __init__(self, graph: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        graph: Any,
+        device: torch.device,
+        reads: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+    ) -> None:
         self.graph, self.device, self.index = graph, device, device.index
-        self.launch: Any = None
-        self.first = True
+        self.reads, self.results = list(reads), [r.detach() for r in results]
+        self.dense: list[None] = [None] * len(self.reads)
+        # By how many results leave: what launches all at once, or None where torch replays.
+        self.around: dict[int, Any] = {}
 
-    def __call__(self) -> None:
+    def __call__(self, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+        """See `Replay`."""
         index = self.index
-        if self.launch is not None and torch._C._cuda_getDevice() == index:
-            self.launch(torch._C._cuda_getCurrentRawStream(index))
-        elif self.first:
-            generator = torch.cuda.default_generators[index]
-            before = generator.get_offset()
+        around = self.around.get(len(made))
+        if around is not None and torch._C._cuda_getDevice() == index:
+            addresses = addresses_of(given, self.dense)
+            if addresses is None:
+                given = [entry(x) for x in given]  # alive until the launch
+                addresses = [x.data_ptr() for x in given]
+            addresses += map(_address, made)
+            around(torch._C._cuda_getCurrentRawStream(index), addresses)
+            return
+        copy_all(self.reads, given)
+        if len(made) in self.around:
             self.graph.replay()
-            self.first, bundler = False, BUNDLERS.get("cuda")
-            if generator.get_offset() == before and bundler is not None:
-                self.launch = bundler.launcher(self.graph.raw_cuda_graph_exec())
         else:
-            self.graph.replay()
+            self._first(len(made))
+        copy_all(made, self.results[: len(made)])
+
+    def _first(self, leaving: int) -> None:
+        """The first replay of this kind: by torch, to see whether random numbers are drawn."""
+        generator = torch.cuda.default_generators[self.index]
+        before = generator.get_offset()
+        self.graph.replay()
+        build, results = AROUND.get("cuda"), self.results[:leaving]
+        if generator.get_offset() != before or build is None or not all(map(_dense, results)):
+            self.around[leaving] = None
+        else:
+            with torch.cuda.device(self.device):
+                raw = self.graph.raw_cuda_graph()
+                self.around[leaving] = build(raw, self.device, self.reads, results)
+
+
+_address = torch.Tensor.data_ptr
+
+
+def _dense(result: torch.Tensor) -> bool:
+    """Whether its bytes, copied to the room for it, are the result."""
+    return torch.empty_like(room_for(result), device="meta").stride() == result.stride()
+
+
+def copy_all(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy all of them, in one launch where torch has one; none onto itself."""
+    pairs = [(a, b) for a, b in zip(into, values, strict=True) if a is not b]
+    if len(pairs) == 1:
+        pairs[0][0].copy_(pairs[0][1])
+    elif pairs:
+        torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
 
 
 class _Turn:

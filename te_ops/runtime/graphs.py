@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from te_ops.compiler.passes import passes
-from te_ops.context import FROZEN, PLACE, RECORDING, Key, Region, current
+from te_ops.context import FRAME, FROZEN, PLACE, RECORDING, Key, Region
 from te_ops.errors import PlanError
 from te_ops.op import Op
 from te_ops.registry import REGISTRY
@@ -89,9 +89,9 @@ class _Lane:
 class _Found(NamedTuple):
     """What a call replays."""
 
+    key: Key
     lane: _Lane
     pair: cap.Pair
-    xs: Sequence[torch.Tensor]
     watched: Watched
     share: _Share | None
     part: (
@@ -139,7 +139,9 @@ class Graphs:
         self.lanes: dict[torch.device, list[_Lane]] = {}
         self.met: OrderedDict[Any, int] = OrderedDict()
         self.watched: Watched | None = None
-        self.last = Key(())  # of the last call: it hashes once
+        self.values: list[Any] = []  # what the key of the last call was made of
+        self.last = Key(())  # it hashes once
+        self.recent: _Found | None = None  # of the last call, outside of a scope of frozen weights
         self.lock = threading.RLock()
         self.captured = 0
         self.eager = 0  # calls that are running eagerly: a capture exchanges what they read
@@ -152,15 +154,16 @@ class Graphs:
     def free(self) -> None:
         """Drop the lanes in which no forward waits; the next calls capture again."""
         with self.lock:
+            self.recent = None
             for lanes in self.lanes.values():
                 lanes[:] = [lane for lane in lanes if lane.busy]
 
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A call: by replay if it can be, else eagerly."""
         with self.lock:
-            made = self.prepare(module, args, kwargs, after=2)
-            if made is not None:
-                return self._replay(made)
+            xs, found = self.prepare(module, args, kwargs, after=2)
+            if found is not None:
+                return self._replay(found, xs)
             self.eager += 1
         try:
             return self.call(module, *args, **kwargs)
@@ -170,22 +173,46 @@ class Graphs:
 
     def prepare(
         self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], after: int
-    ) -> _Found | None:
-        """What to replay, None where a call runs eagerly; captured when met for the `after`-th time."""
+    ) -> tuple[Sequence[torch.Tensor], _Found | None]:
+        """The tensors of a call, and what to replay on them: None where it runs eagerly.
+
+        A signature is captured when it is met for the `after`-th time.
+        """
         leaves, tree = _flat(args, kwargs)
         xs = leaves if tree is None else [x for x in leaves if isinstance(x, torch.Tensor)]
-        if not xs or xs[0].device.type not in engines.ENGINES or _eager(self, xs):
-            return None
+        if not xs:
+            return xs, None
+        engine = engines.ENGINES.get(xs[0].device.type)
+        if engine is None or _eager(engine, xs):
+            return xs, None
         watched = self.watched
         if watched is None or watched.outdated():
             watched = self.watched = Watched(module, self.root_hooks)
         hook = watched.hooked()
         if hook is not None:
             raise PlanError(f"{self.title}: {hook}, which the replay of a CUDA graph would not run")
-        key = self._key(module, leaves, xs, tree, watched)
-        lane = self._lane(xs[0].device)
-        if lane is None:
-            return None
+        key, found = self._key(module, leaves, xs, tree, watched), self.recent
+        scope: FrozenWeights | None = FROZEN.get()
+        known = found is not None and found.key is key and found.watched is watched
+        if not known or scope is not None or found.lane.busy:  # type: ignore[union-attr]
+            lane = self._lane(xs[0].device)
+            if lane is None:
+                return xs, None
+            found = self._captured(module, leaves, tree, lane, after)
+            self.recent = found if scope is None else None
+        return xs, None if found is None or found.pair.stale() else found
+
+    def _captured(
+        self,
+        module: nn.Module,
+        leaves: Sequence[Any],
+        tree: Any,
+        lane: _Lane,
+        after: int,
+    ) -> _Found | None:
+        """The pair of the signature that is last, captured if it is due."""
+        key, watched = self.last, self.watched
+        assert watched is not None
         scope: FrozenWeights | None = FROZEN.get()
         share = lane.shares.get(key) if scope is not None else None
         reads = share is not None and scope is not None and share.serves(scope)
@@ -204,9 +231,10 @@ class Graphs:
             if pair is None:
                 return None
             watched = self.watched = Watched(module, self.root_hooks)  # with states made meanwhile
+            xs = [x for x in leaves if isinstance(x, torch.Tensor)]
             key = self._key(module, leaves, xs, tree, watched)
             self._remember(lane, key, part, pair, share)
-        return None if pair.stale() else _Found(lane, pair, xs, watched, share, part)
+        return _Found(key, lane, pair, watched, share, part)
 
     def _remember(
         self, lane: _Lane, key: Any, part: str | None, pair: cap.Pair, share: _Share | None
@@ -227,26 +255,25 @@ class Graphs:
         tree: Any,
         watched: Watched,
     ) -> Key:
-        frame = current()
+        frame = FRAME.get()
         kind = xs[0].device.type
-        autocasts = torch.is_autocast_enabled(kind)
-        value = (
-            tuple(map(_values, xs)),
-            tree,
-            ()
-            if tree is None
-            else tuple([_value(x) for x in leaves if not isinstance(x, torch.Tensor)]),
-            watched.key(module),
-            (frame.key, PLACE.get()) if frame is not None else None,
+        value: list[Any] = [
+            None if frame is None else frame.key,
+            None if frame is None else PLACE.get(),
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            torch.get_autocast_dtype(kind) if autocasts else None,
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             torch._C._get_deterministic_algorithms(),
             REGISTRY.version,
             passes.version,
-        )
-        if self.last.value != value:
-            self.last = Key(value)
+            tree,
+            *map(_values, xs),
+            *watched.now(module),
+        ]
+        if tree is not None:
+            value += [_value(x) for x in leaves if not isinstance(x, torch.Tensor)]
+        if self.values != value:
+            self.values, self.last = value, Key(tuple(value))
         return self.last
 
     def _lane(self, device: torch.device) -> _Lane | None:
@@ -312,13 +339,12 @@ class Graphs:
                     "capture the whole step with torch.cuda.graph, or leave out accumulate_into_main_grad"
                 )
 
-    def _replay(self, found: _Found) -> Any:
-        pair, xs = found.pair, found.xs
-        frame = current()
+    def _replay(self, found: _Found, xs: Sequence[torch.Tensor]) -> Any:
+        pair, frame = found.pair, FRAME.get()
         region = frame.region if frame is not None else Region()
-        if found.part == "reads" and found.share is not None:
+        if found.part == "reads":
             found.check(self.title)
-        ticket = Ticket(self, self.engine(xs[0].device), pair, frame)
+        ticket = Ticket(self, pair, frame)
         if pair.backward is not None:
             found.lane.ticket = weakref.ref(ticket)
         outputs = call(ticket, xs, found.watched.tensors())
@@ -326,8 +352,9 @@ class Graphs:
             found.promise()
         seen, ticket.seen = ticket.seen, None
         if seen is not None:
-            observe_sheet(region.observed, *seen)
-        region.groups.update(dict.fromkeys(pair.groups))
+            observe_sheet(region.observed, seen)
+        if pair.groups:
+            region.groups.update(dict.fromkeys(pair.groups))
         for ref, states in pair.roots:
             op = ref()
             if op is not None:
@@ -371,14 +398,14 @@ def _flat(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], A
     return leaves, tree
 
 
-def _eager(graphs: Graphs, xs: Sequence[torch.Tensor]) -> bool:
+def _eager(engine: engines.Engine, xs: Sequence[torch.Tensor]) -> bool:
     """Whether a call has to run eagerly: inside another recording, a recompute, a checkpoint or offloading."""
     return (
         RECORDING.get()
         or torch._C._current_graph_task_id() != -1
         or REPLAY.get() is not None
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        or graphs.engine(xs[0].device).capturing()
+        or engine.capturing()
         or any([type(x) is not torch.Tensor and not isinstance(x, nn.Parameter) for x in xs])  # noqa: C419  (a generator costs more)
     )
 
@@ -427,7 +454,7 @@ class Graphed(nn.Module):
         """
         graphs: Graphs = self.__dict__["_graphs"]
         with graphs.lock:
-            return graphs.prepare(self.__dict__["module"], args, kwargs, after=1) is not None
+            return graphs.prepare(self.__dict__["module"], args, kwargs, after=1)[1] is not None
 
     @property
     def captured(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -66,11 +66,11 @@ class Places:
 
     def find(self, op: nn.Module | None, device: torch.device) -> tuple[DelayedState, ...]:
         """The states, made or moved to the device where needed; the same tuple as long as they are the same."""
-        last, root = self.last, cast("nn.Module", op)
+        last, root = self.last, op
         made: list[Any] = []
         try:
             for module, operand, _ in self.wanted:
-                tree: Any = (root if module is None else module)._modules["quantizer"]
+                tree: Any = (root if module is None else module)._modules["quantizer"]  # type: ignore[union-attr]
                 made.append(tree._modules[KIND]._modules[operand])
             found = tuple(made)
             if found == last and all([s._buffers["scale"].device == device for s in found]):  # noqa: C419  (a generator costs more)
@@ -106,27 +106,45 @@ def scalar_getter(module: nn.Module | None, name: str) -> Getter:
     )
 
 
-def scale_getter(at: int, config: Any, fp8_max: float) -> Getter:
+class ScaleGetter:
     """Reads the scale of one of the phase's states: mostly the buffer itself.
 
     In a checkpoint's recompute it is the scale of the first pass.
     """
 
-    def get(call: Call, states: States) -> Any:
-        state = states[at]
-        maker, replay = state.maker, REPLAY.get()
-        if replay is not None:
-            return _replayed(replay, state, config, fp8_max)
-        if (
-            maker is not None
-            and maker[0] is config
-            and maker[1] == fp8_max
-            and DelayedState.reads is None
-        ):
-            return state._buffers["scale"]
-        return state.scale_for(config, fp8_max)
+    __slots__ = ("at", "config", "fp8_max")
 
-    return get
+    def __init__(self, at: int, config: Any, fp8_max: float) -> None:
+        self.at, self.config, self.fp8_max = at, config, fp8_max
+
+    def __call__(self, call: Call, states: States) -> Any:
+        """See `Getter`."""
+        state, replay = states[self.at], REPLAY.get()
+        if replay is not None:
+            return _replayed(replay, state, self.config, self.fp8_max)
+        return state.scale_for(self.config, self.fp8_max)
+
+
+def reader(getters: Sequence[Getter]) -> Callable[[Call, States], list[Any]]:
+    """Reads what all of these read. A phase of delayed scaling reads a scale for most of its operands: together."""
+    scales = [g for g in getters if isinstance(g, ScaleGetter)]
+    if len(scales) < len(getters):
+        return lambda call, states: [get(call, states) for get in getters]
+    uses = tuple([(g, g.at, g.config, g.fp8_max) for g in scales])
+
+    def read(call: Call, states: States) -> list[Any]:
+        plain = REPLAY.get() is None and DelayedState.reads is None
+        found: list[Any] = []
+        for get, at, config, fp8_max in uses:
+            fields = states[at].__dict__  # not through nn.Module's look-up
+            maker = fields["maker"]
+            if plain and maker is not None and maker[0] is config and maker[1] == fp8_max:
+                found.append(fields["_buffers"]["scale"])
+            else:
+                found.append(get(call, states))
+        return found
+
+    return read
 
 
 def _replayed(replay: Any, state: DelayedState, config: Any, fp8_max: float) -> torch.Tensor:

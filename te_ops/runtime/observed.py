@@ -59,6 +59,24 @@ class Sheet:
         self.batches: dict[tuple[int, ...], Any] = {}
 
 
+class Handed:
+    """A sheet with the block of a call, on its way to a commit.
+
+    `lent`: the block is a graph's own, and the next replay writes it again; who replays looks whether this is still
+    alive, and has it `keep` what lies there.
+    """
+
+    __slots__ = ("__weakref__", "block", "lent", "sheet")
+
+    def __init__(self, sheet: Sheet, block: torch.Tensor, *, lent: bool = False) -> None:
+        self.sheet, self.block, self.lent = sheet, block, lent
+
+    def keep(self) -> None:
+        """Copy the block, if it is lent."""
+        if self.lent:
+            self.block, self.lent = self.block.clone(), False
+
+
 class Observation:
     """What one step saw of one state; several uses in a region combine by max."""
 
@@ -101,9 +119,9 @@ def observe(into: Observed, state: DelayedState, amax: torch.Tensor | Cell, seen
     _add(by_state(into), state, amax, seen)
 
 
-def observe_sheet(into: Observed, sheet: Sheet, block: torch.Tensor) -> None:
+def observe_sheet(into: Observed, handed: Handed) -> None:
     """Add the observations of a call at once."""
-    into.sheets.append((sheet, block))
+    into.sheets.append(handed)
     if len(into.sheets) > _SHEETS:
         by_state(into)
 
@@ -112,7 +130,9 @@ def by_state(observed: Observed) -> dict[DelayedState, Observation]:
     """All observations by state: sheets are spread."""
     found = observed.by_state
     if observed.sheets:
-        for sheet, block in observed.sheets:
+        for handed in observed.sheets:
+            handed.keep()
+            sheet, block = handed.sheet, handed.block
             for state, seen, offset in zip(sheet.states, sheet.seen, sheet.offsets, strict=True):
                 _add(found, state, Cell(block, offset), seen)
         observed.sheets = []

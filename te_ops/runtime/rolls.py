@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from te_ops.recipe import DelayedScaling
-from te_ops.runtime.observed import MOST_CELLS, Cell, Observation, Seen, Sheet
+from te_ops.runtime.observed import MOST_CELLS, Cell, Handed, Observation, Seen, Sheet
 
 if TYPE_CHECKING:
     from te_ops.runtime.state import DelayedState
@@ -91,14 +91,15 @@ class Batch:
     """The steps of a commit of whole sheets: prepared once, good as long as the states are what they were."""
 
     __slots__ = (
-        "bases", "cells", "device", "fields", "lock", "makers", "others", "places", "rolls", "states",
+        "bases", "cells", "device", "fields", "kind", "lock", "makers", "others", "places", "rolls", "tables",
     )  # fmt: skip
 
     def __init__(self, sheets: Sequence[Sheet], device: torch.device) -> None:
         # Alive, so that their ids are theirs; the first is, since it holds this, and states are not to live in circles.
         self.others = tuple(s for s in sheets if s is not sheets[0])
-        self.device = device
-        self.states: list[DelayedState] = []
+        self.device, self.kind = device, device.type
+        self.fields: list[dict[str, Any]] = []  # of the states: not through nn.Module's look-up
+        self.tables: list[dict[str, torch.Tensor]] = []  # their buffers
         self.cells: list[tuple[int, int]] = []  # of all rolls: which sheet's block, and the offset
         self.rolls = Rolls()
         self.bases: list[int] = []
@@ -122,26 +123,23 @@ class Batch:
             places = (scale.data_ptr(), history.data_ptr(), steps.data_ptr())
             self.rolls.items.append(Roll(*places, 0, state.formula, len(cells)))  # type: ignore[arg-type]
             self.cells += cells
-        self.states = [*found]
-        self.makers = [s.maker for s in self.states]
-        self.fields = [s.__dict__ for s in self.states]
-        self.places = list(map(_place, self._buffers()))
+        self.fields = [s.__dict__ for s in found]
+        self.tables = [fields["_buffers"] for fields in self.fields]
+        self.makers = list(map(_maker, self.fields))
+        self.places = list(map(_place, chain.from_iterable(map(_items, self.tables))))
         return True
 
-    def _buffers(self) -> list[torch.Tensor]:
-        return [*chain.from_iterable(map(_items, map(_tables, self.states)))]
-
-    def roll(self, blocks: Sequence[tuple[Any, torch.Tensor]]) -> bool:
+    def roll(self, found: Sequence[Handed]) -> bool:
         """Roll by the amaxes in these blocks; False, and nothing done, if a state is not what it was."""
-        buffers = self._buffers()
-        update = UPDATES.get(self.device.type)
+        buffers = [*chain.from_iterable(map(_items, self.tables))]
+        update = UPDATES.get(self.kind)
         if (
             list(map(_place, buffers)) != self.places
-            or list(map(_maker, self.states)) != self.makers
+            or list(map(_maker, self.fields)) != self.makers
             or update is None
         ):
             return False
-        bases = [block.data_ptr() for _, block in blocks]
+        bases = [handed.block.data_ptr() for handed in found]
         with self.lock:
             if bases != self.bases:
                 self.rolls.amaxes = [bases[i] + offset for i, offset in self.cells]
@@ -155,31 +153,32 @@ class Batch:
 
 _place = torch.Tensor.data_ptr
 _items = dict.values
-_maker, _tables = attrgetter("maker"), attrgetter("_buffers")
+_maker = itemgetter("maker")
 MOST_BATCHES = 16  # that begin with one sheet
 
 
-def again(sheets: Sequence[tuple[Sheet, torch.Tensor]]) -> bool:
+def again(found: Sequence[Handed]) -> bool:
     """Roll states whose sheets were committed together before; False for others."""
-    batch = sheets[0][0].batches.get(_key(sheets))
-    return batch is not None and batch.roll(sheets)
+    batch = found[0].sheet.batches.get(_key(found))
+    return batch is not None and batch.roll(found)
 
 
-def remember(sheets: Sequence[tuple[Sheet, torch.Tensor]]) -> None:
+def remember(found: Sequence[Handed]) -> None:
     """Prepare the next commit of these sheets, which has just been done for the first time as they are."""
-    device = sheets[0][1].device
-    if device.type not in UPDATES or any(b.device != device for _, b in sheets):
+    device = found[0].block.device
+    if device.type not in UPDATES or any(handed.block.device != device for handed in found):
         return
-    mine, known = [s for s, _ in sheets], sheets[0][0].batches
-    made = Batch(mine, device)
+    mine = [handed.sheet for handed in found]
+    known, made = mine[0].batches, Batch(mine, device)
     if made.fill(mine):
         if len(known) >= MOST_BATCHES:
             known.clear()
-        known[_key(sheets)] = made
+        known[_key(found)] = made
 
 
-def _key(sheets: Sequence[tuple[Sheet, torch.Tensor]]) -> tuple[int, ...]:
-    return tuple([id(sheet) for sheet, _ in sheets])
+def _key(found: Sequence[Handed]) -> tuple[int, ...]:
+    """Which sheets come after the first, whose batches are looked up."""
+    return tuple([id(handed.sheet) for handed in found[1:]]) if len(found) > 1 else ()
 
 
 def roll_on_device(observed: dict[DelayedState, Observation]) -> dict[DelayedState, Observation]:

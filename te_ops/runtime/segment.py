@@ -20,19 +20,20 @@ from te_ops.runtime.loads import (
     Fetch,
     Getter,
     Places,
+    ScaleGetter,
     States,
     buffer_getter,
     entry,
     exit_of,
     fetch,
+    reader,
     root_of,
     scalar_getter,
-    scale_getter,
     update,
 )
 from te_ops.runtime.replay import Link, Tape, addresses_of, link
 from te_ops.runtime.saved import Layout, flatten
-from te_ops.runtime.state import BackwardCommit, Seen, Sheet, observe, observe_sheet
+from te_ops.runtime.state import BackwardCommit, Handed, Seen, Sheet, observe, observe_sheet
 from te_ops.runtime.tape import COPIES, recording
 from te_ops.runtime.transcript import Operand, Origin, Recorded, Wanted
 
@@ -72,6 +73,7 @@ class SegmentRunner:
             (positions[leaf], slot) for leaf, slot in self.forward.loads if leaf in positions
         )
         self.other_loads = self.getters(self.forward.loads, resolve, states)
+        self.read_others = reader([get for get, _ in self.other_loads])
         self.observed = tuple(
             (states[use.path, use.state], use, slot) for use, slot in self.forward.observed
         )
@@ -127,7 +129,7 @@ class SegmentRunner:
                     made.append((buffer_getter(resolve(leaf.path), leaf.name), slot))
                 else:
                     at = states[use.path, use.state]
-                    made.append((scale_getter(at, use.config, use.fp8_max), slot))
+                    made.append((ScaleGetter(at, use.config, use.fp8_max), slot))
         return tuple(made)
 
     @property
@@ -141,7 +143,7 @@ class SegmentRunner:
         """Run the forward steps; observe afterwards, so that a failure leaves no trace."""
         operands = [tensors[p] for p in self.taken]
         if self.other_loads:
-            operands += [get(call, call.states) for get, _ in self.other_loads]
+            operands += self.read_others(call, call.states)
         tape = self.recorded.tape if call.taped else None
         made = None
         if (
@@ -176,7 +178,7 @@ class SegmentRunner:
                     seen = Seen(use.config, use.fp8_max, group)
                     observe(into, call.states[at], cell, seen)
             return
-        observe_sheet(into, self.sheets.of(call.states, group), cells)
+        observe_sheet(into, Handed(self.sheets.of(call.states, group), cells))
 
     def _launch(self, call: Call, operands: list[Any], save: bool) -> Made:
         bound, segment = self.forward, self.segment
@@ -312,6 +314,7 @@ class BackwardRunner:
         at = {place: i for i, place in enumerate(table)}
         self.states = Places([(runner.resolve(p), name, n) for (p, name), n in table.items()])
         self.others = runner.getters(made.bound.loads, runner.resolve, at)
+        self.read_others = reader([get for get, _ in self.others])
         slots = {slot for leaf, slot in made.bound.loads if leaf.name.endswith(".main_grad")}
         self.totals = tuple(
             i for i, (_, slot) in enumerate(self.others, len(self.grads)) if slot in slots
@@ -329,7 +332,8 @@ class BackwardRunner:
         """Gradients of the differentiable leaves, None where none is needed."""
         given = [dys[index] for index, _ in self.grads]
         states = self.states.find(call.op, call.device) if self.states.wanted else ()
-        given += [get(call, states) for get, _ in self.others]
+        if self.others:
+            given += self.read_others(call, states)
         totals = self._totals(given) if self.totals else ()
         tape, done = self.recorded.tape if call.taped else None, None
         if tape is not None and tape.ready():
@@ -366,11 +370,11 @@ class BackwardRunner:
                 for item in found:
                     observe(kept, *item)
             return
-        sheet = self.sheets.of(states, group)
+        handed = Handed(self.sheets.of(states, group), cells)
         if kept is None:
-            BackwardCommit.observe_sheet(call.task, sheet, cells)
+            BackwardCommit.observe_sheet(call.task, handed)
         else:
-            observe_sheet(kept, sheet, cells)
+            observe_sheet(kept, handed)
 
     def _launch(
         self, call: Call, layout: Layout | None, carriers: list[torch.Tensor], given: list[Any]

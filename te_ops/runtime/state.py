@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +27,16 @@ from te_ops.quantizers import (
     split_nonfinite,
 )
 from te_ops.recipe import DelayedScaling, Recipe, Role
-from te_ops.runtime.observed import Cell, Observation, Seen, Sheet, by_state, observe, observe_sheet
+from te_ops.runtime.observed import (
+    Cell,
+    Handed,
+    Observation,
+    Seen,
+    Sheet,
+    by_state,
+    observe,
+    observe_sheet,
+)
 from te_ops.runtime.rolls import (
     UPDATES,
     Formula,
@@ -42,6 +52,7 @@ __all__ = [
     "BackwardCommit",
     "Cell",
     "DelayedState",
+    "Handed",
     "Observation",
     "Rolls",
     "Seen",
@@ -263,14 +274,13 @@ def commit_region(region: Region) -> None:
     settle(region.observed, region.groups)
 
 
-def _reduces(item: tuple[Sheet, torch.Tensor]) -> bool:
-    return item[0].reduces
+_reduces = attrgetter("sheet.reduces")
 
 
 def settle(observed: Observed, groups: Iterable[Any] = ()) -> None:
     """Roll every state that was observed, once. Sheets that come together again find everything prepared."""
     sheets = observed.sheets
-    if not sheets or observed.by_state or groups or any(map(_reduces, sheets)):
+    if not sheets or observed.by_state or groups or True in map(_reduces, sheets):
         commit(by_state(observed), groups)
     elif not again(sheets):
         commit(by_state(observed))
@@ -363,6 +373,9 @@ def _reduce(observed: dict[DelayedState, Observation], group: Any) -> None:
             observed[state] = Observation(amax, config, fp8_max, group, when=table[0, i] >= 0)
 
 
+_queue = torch.autograd.Variable._execution_engine.queue_callback
+
+
 class BackwardCommit:
     """Gradient states observed in one backward, committed once when its outermost graph task ends.
 
@@ -388,7 +401,7 @@ class BackwardCommit:
             found = cls._pending[root] = Observed()
             while len(cls._pending) > cls._kept:
                 cls._pending.pop(next(iter(cls._pending)))
-            torch.autograd.Variable._execution_engine.queue_callback(partial(cls._finish, root))
+            _queue(partial(cls._finish, root))
         return found
 
     @classmethod
@@ -398,7 +411,7 @@ class BackwardCommit:
             if cls._roots:
                 for task in [t for t, r in cls._roots.items() if r == root]:
                     del cls._roots[task]
-        if observed:
+        if observed is not None and (observed.sheets or observed.by_state):
             settle(observed)
 
     @classmethod
@@ -421,7 +434,7 @@ class BackwardCommit:
                 observe(into, state, amax, seen)
 
     @classmethod
-    def observe_sheet(cls, outer: int, sheet: Sheet, block: torch.Tensor) -> None:
+    def observe_sheet(cls, outer: int, handed: Handed) -> None:
         """As `observe`, for all observations of a call at once."""
         with cls._lock:
-            observe_sheet(cls._into(outer), sheet, block)
+            observe_sheet(cls._into(outer), handed)

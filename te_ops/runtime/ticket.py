@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from te_ops.runtime import capture as cap
 from te_ops.runtime import engines
 from te_ops.runtime.checkpoint import used
 from te_ops.runtime.executor import _refuse_second_order
-from te_ops.runtime.state import BackwardCommit, Sheet
+from te_ops.runtime.state import BackwardCommit, Handed
 
 
 class Owner(Protocol):
@@ -27,26 +28,30 @@ class Owner(Protocol):
 class Ticket:
     """One forward by replay, until its backward has run or nobody can run it any more."""
 
-    def __init__(
-        self, owner: Owner, engine: engines.Engine, pair: cap.Pair, frame: Frame | None
-    ) -> None:
-        self.owner, self.engine, self.pair = owner, engine, pair
+    __slots__ = (
+        "__weakref__", "done", "group", "owner", "pair", "parameters", "seen", "versions",
+    )  # fmt: skip
+
+    def __init__(self, owner: Owner, pair: cap.Pair, frame: Frame | None) -> None:
+        self.owner, self.pair = owner, pair
         self.group = frame.group if frame is not None else None
         self.done = False
-        self.seen: tuple[Sheet, torch.Tensor] | None = None
+        self.seen: Handed | None = None
+        # What backward reads in place, and how often each was written when the forward ran.
+        self.parameters: Sequence[torch.Tensor] = ()
+        self.versions: list[int] = []
 
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy in, replay, copy out."""
+        """Replay on these inputs."""
         pair = self.pair
-        with self.engine.turn(pair.inputs[0].device):
-            _copy(pair.inputs, xs)
-            pair.forward()
+        with pair.engine.turn(pair.device):
+            outputs = self._replay(pair.forward, xs, pair.rooms, pair.outputs, pair.seen)
             if pair.seen.states:
-                self.seen = pair.seen.fresh(self.group)
-            return self._out(pair.outputs)
+                self.seen = pair.seen.hand(self.group)
+        return outputs
 
     def backward(self, dys: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Copy the gradients in, replay, and copy the results out; what was observed commits with this backward."""
+        """Replay on these gradients; what was observed commits with this backward."""
         pair = self.pair
         if self.done:
             raise PlanError(
@@ -54,61 +59,39 @@ class Ticket:
                 "what the forward saved. Call the module itself where retain_graph=True is needed"
             )
         assert pair.backward is not None
-        into, given = [], []
-        for static, dy in zip(pair.dys, dys, strict=True):
-            if static is not None:
-                into.append(static)
-                given.append(dy)
         seen = None
-        with self.engine.turn(pair.inputs[0].device):
-            if None in map(_kind_of, given):
-                for static in (s for s, dy in zip(into, given, strict=True) if dy is None):
-                    static.zero_()
-                into = [s for s, dy in zip(into, given, strict=True) if dy is not None]
-                given = [dy for dy in given if dy is not None]
-            _copy(into, given)
-            pair.backward()
-            found = iter(self._out([g for g in pair.grads if g is not None]))
-            grads = [None if g is None else next(found) for g in pair.grads]
+        with pair.engine.turn(pair.device):
+            grads = self._replay(
+                pair.backward, pair.given(dys), pair.rooms_back, pair.made, pair.seen_back
+            )
             if pair.seen_back.states:
-                seen = pair.seen_back.fresh(self.group)
+                seen = pair.seen_back.hand(self.group)
         self.done = True
         if seen is not None:
-            BackwardCommit.observe_sheet(-1, *seen)
+            BackwardCommit.observe_sheet(-1, seen)
         for ref, _ in pair.roots:
             used(ref())
-        return grads
+        return pair.by_leaf(grads)
 
-    def _out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _replay(
+        self,
+        replay: engines.Replay,
+        given: Sequence[torch.Tensor],
+        rooms: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        seen: cap.Amaxes,
+    ) -> list[torch.Tensor]:
+        if seen.handed is not None:
+            seen.keep()
         if not self.owner.copies:
-            return [t.detach() for t in tensors]
-        if len(tensors) == 1:
-            return [tensors[0].clone(memory_format=torch.contiguous_format)]
-        made = [torch.empty_like(t) for t in tensors]
-        _copy(made, tensors)
+            replay(given, ())
+            return [t.detach() for t in results]
+        made = list(map(_empty_like, rooms))
+        replay(given, made)
         return made
 
 
-def _kind_of(x: Any) -> Any:
-    return None if x is None else type(x)
-
-
-def _copy(into: Sequence[torch.Tensor], values: Sequence[Any]) -> None:
-    """Copy all of them, in one launch where torch has one. Nothing here is for autograd to see."""
-    if len(into) == 1:
-        if not _there(into[0], values[0]):
-            into[0].copy_(values[0])
-    elif into:
-        torch._foreach_copy_(list(into), list(values))
-
-
-def _there(into: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the value lies where it is to be copied: the caller fills the graph's own memory."""
-    return (
-        into.data_ptr() == value.data_ptr()
-        and into.dtype is value.dtype
-        and into.stride() == value.stride()
-    )
+_empty_like = torch.empty_like
 
 
 class _GraphedNode(torch.autograd.Function):
@@ -118,33 +101,39 @@ class _GraphedNode(torch.autograd.Function):
     def forward(ctx: Any, ticket: Ticket, inputs: int, *tensors: torch.Tensor) -> Any:
         outputs = ticket.forward(tensors[:inputs])
         ctx.ticket = ticket
-        # Backward reads the parameters in place: torch checks their versions.
-        ctx.save_for_backward(*tensors[inputs:])
+        ticket.parameters = tensors[inputs:]
+        ticket.versions = versions_of(ticket.parameters)
         ctx.set_materialize_grads(False)
-        dys = ticket.pair.dys
-        if None in map(_kind_of, dys):
+        if not ticket.pair.differentiable:
             ctx.mark_non_differentiable(
-                *[y for y, dy in zip(outputs, dys, strict=True) if dy is None]
+                *[y for y, dy in zip(outputs, ticket.pair.dys, strict=True) if dy is None]
             )
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *dys: Any) -> Any:
         ticket: Ticket = ctx.ticket
-        try:
-            ctx.saved_tensors  # noqa: B018
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
+        if versions_of(ticket.parameters) != ticket.versions:
             raise PlanError(
                 f"{ticket.owner.title}: a parameter has been changed in place since the forward, and the graph of "
-                f"the backward reads it where it is. {error}"
-            ) from error
+                "the backward reads it where it is; step the optimizer after the backward"
+            )
         if not torch.is_grad_enabled():
             return (None, None, *ticket.backward(dys))
         with torch.no_grad():
             grads = tuple(ticket.backward(dys))
         return (None, None, *_refuse_second_order(ticket.owner.title, grads))
+
+
+_version = attrgetter("_version")
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each has been written in place; those of inference mode, which nobody trains, do not count."""
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:
+        return [0 if t.is_inference() else t._version for t in tensors]
 
 
 # What `Function.apply` does where no functorch transform is active, without its look for a `setup_context`.

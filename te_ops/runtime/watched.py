@@ -24,11 +24,13 @@ class Watched:
         self.epoch = Epoch.now
         modules = list(module.named_modules())
         self.title = type(module).__name__
-        self.others = [m for path, m in modules if path]
         kept = [(path, m) for path, m in modules if not _is_state(path)]
         self.structure = _intern(("graphed", tuple((path, type(m), _taken(m)) for path, m in kept)))
-        foreign = [m._modules for _, m in kept if not isinstance(m, Op)]
-        self.children = [(table, tuple(table.values())) for table in foreign]
+        # What ops have of modes and children shows in the epoch; modules of others do not announce theirs.
+        self.modes = tuple(m.training for _, m in kept if isinstance(m, Op))
+        foreign = [m for _, m in kept if not isinstance(m, Op)]
+        self.foreign = [m for m in foreign if m is not module]
+        self.children = [(m._modules, tuple(m._modules.values())) for m in foreign]
         self.params = [
             (m._parameters, name)
             for _, m in modules
@@ -46,15 +48,16 @@ class Watched:
             if type(table[name]) in (nn.Parameter, torch.Tensor):
                 first.setdefault(id(table[name]), i)
         self.unique = list(first.values())
-        self.buffers = [
+        buffers = [
             (m._buffers, name)
             for _, m in modules
             for name, b in m._buffers.items()
             if b is not None and not isinstance(m, DelayedState)
         ]
+        self.places = [*self.params, *buffers]
         self.scales = [m._buffers for _, m in modules if isinstance(m, DelayedState)]
         self.hooks = [
-            (path, m.__dict__[name]) for path, m in modules for name in HOOKS if path or root_hooks
+            (path, m.__dict__[name]) for path, m in kept for name in HOOKS if path or root_hooks
         ]
         self.tables = [table for _, table in self.hooks]
         self.scalars = [
@@ -82,25 +85,22 @@ class Watched:
         """The dense parameters, as they are now."""
         return [self.params[i][0][self.params[i][1]] for i in self.unique]
 
-    def key(self, module: nn.Module) -> tuple[Any, ...]:
-        """Everything of the modules that a recorded graph has taken in."""
-        held = [table.get(name) for table, name in self.params]
-        held += [table.get(name) for table, name in self.buffers]
+    def now(self, module: nn.Module) -> list[Any]:
+        """Everything of the modules that a recorded graph has taken in, as it is now: values that can be a key's."""
+        held: list[Any] = [table.get(name) for table, name in self.places]
         scales: list[Any] = [table["scale"] for table in self.scales]
         try:  # a scale is one FP32 number, wherever it lies
-            places: Any = (*map(_address, held), *map(_address, scales), *map(_form, held))
+            places: list[Any] = [*map(_address, held), *map(_address, scales), *map(_form, held)]
         except (
             AttributeError,
             RuntimeError,
             TypeError,
         ):  # one is gone, or has no storage of its own
-            places = tuple(map(_place, (*held, *scales)))
-        return (
-            places,
-            self.structure,
-            (module.training, *map(_training, self.others)),
-            tuple([s.value for s in self.scalars]),
-        )
+            places = list(map(_place, (*held, *scales)))
+        places += (self.structure, self.modes, module.training, *map(_training, self.foreign))
+        if self.scalars:
+            places += [s.value for s in self.scalars]
+        return places
 
 
 def _taken(m: nn.Module) -> Any:

@@ -167,6 +167,8 @@ def test_what_the_families_differ_in() -> None:
         (Case(d=(256, 256)), {"flash"}),
         (Case(s=(128, 256), attrs={"band": CAUSAL}), {"cudnn"}),
         (Case(s=(128, 256)), {"cudnn", "flash"}),
+        (Case(s=(1, 1)), {"flash"}),
+        (Case(s=(1, 256)), {"cudnn", "flash"}),
         (Case(attrs={"band": Band(right=0, diagonal="bottom_right")}), {"cudnn", "flash"}),
     ):
         assert {name for name, k in FORWARD.items() if _reason(k, case) is None} == taken

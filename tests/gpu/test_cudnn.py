@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import te_ops as te
-from te_ops.backends.cudnn import launch, library, plans
+from te_ops.backends.cudnn import launch, launch_whole, library, plans
 from te_ops.errors import PlanError
 from te_ops.registry import REGISTRY
 
@@ -137,6 +137,27 @@ def test_like_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(ran) == 2, "cuDNN did not run both directions"
     with REGISTRY.without(*FUSED):
         near(got, step(op, inputs))
+
+
+@pytest.mark.parametrize("kind", ["padding_causal", "padding"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_packed_without_gaps(kind: Any, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issued as addresses: each table of lengths is read."""
+    monkeypatch.setenv("TE_OPS_CUDNN_WHOLE", "1")
+    ran: list[int] = []
+    run = launch_whole.Whole.run
+    monkeypatch.setattr(
+        launch_whole.Whole, "run", lambda self, *xs: (ran.append(1), run(self, *xs))[1]
+    )
+    op = te.Attention(H, HK, return_lse=True, qkv_format="thd", attn_mask_type=kind).to(CUDA)
+    xs = [rand(512, n, d) for n in (H, HK, HK)]
+    for cu in ([0, 100, 300, 512], [0, 129, 130, 512], [0, 100, 300, 512]):
+        inputs: Inputs = (xs, [te.PackedSequences(cu, device=CUDA)])
+        for _ in range(2):
+            got = step(op, inputs)
+        with REGISTRY.without(*FUSED):
+            near(got, step(op, inputs))
+    assert len(ran) >= 6
 
 
 @pytest.mark.parametrize("hidden", [("cudnn.",), ("cudnn.", "sdpa.cudnn")], ids=["cudnn", "flash"])

@@ -106,6 +106,37 @@ def test_accumulation_rolls_once_and_eager_calls_come_between(name: str) -> None
         assert_same(model, eager)
 
 
+@pytest.mark.parametrize("name", ["delayed", "block"])
+def test_inputs_from_anywhere(name: str) -> None:
+    """A call is one launch, which copies in and out: other addresses, strides and alignments at every step."""
+    recipe = RECIPES[name]
+    eager = mlp()
+    model = copy.deepcopy(eager)
+    with te.autocast(recipe=recipe):
+        graphed = te.make_graphed(model, data())
+    kept = []
+    for i in range(8):
+        wide = torch.randn(65, 129, device="cuda", dtype=torch.bfloat16)
+        views = [
+            wide[:64, :128],
+            wide[1:, 1:],
+            wide[:64, :128].contiguous(),
+            wide.t()[:128, :64].t(),
+        ]
+        flat = wide.reshape(-1)[1 : 1 + 64 * 128].view(64, 128)  # contiguous, on two bytes
+        for view in (*views, flat):
+            x, twin = (view.detach().requires_grad_() for _ in range(2))
+            ours, theirs = step(graphed, x, recipe), step(eager, twin, recipe)
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            if i % 2:
+                kept.append(torch.empty_like(x))  # what comes out lies elsewhere
+        assert_same(model, eager)
+    (lane,) = next(iter(graphed._graphs.lanes.values()))
+    for pair in lane.pairs.values():
+        assert None not in pair.forward.around.values()
+        assert None not in pair.backward.around.values()
+
+
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
 def test_weights_frozen_over_microbatches(name: str) -> None:
     """Eager and by replay (one graph makes the copies, one reads them), against weights quantized at every call."""

@@ -72,6 +72,9 @@ PIPELINES: dict[str, Any] = {
 }  # fmt: skip
 
 
+ATTENTION = "current, attention too"
+
+
 @contextmanager
 def fused(exact: bool) -> Iterator[None]:
     """Every rule of the package has a kernel: the composition of its members."""
@@ -100,7 +103,7 @@ def run(
     if frozen:
         model.requires_grad_(False)
     main_grads = give_main_grads(model)
-    chosen = RECIPES[recipe]
+    chosen = {**RECIPES, ATTENTION: te.recipe.Float8CurrentScaling(fp8_dpa=True)}[recipe]
     found: dict[str, Tensor] = {}
     for i in range(2):
         model.zero_grad()
@@ -208,7 +211,7 @@ def test_every_rule_of_the_package_alone(rule: str) -> None:
     """Each matches somewhere in these pipelines, and changes no bit."""
     found: set[str] = set()
     for name in PIPELINES:
-        for recipe in ("none", "current"):
+        for recipe in ("none", "current", *((ATTENTION,) if "rotated" in name else ())):
             plain, _ = run(name, recipe, torch.bfloat16)
             with fused(exact=True), REGISTRY.only(rule, *JOINT):
                 together, rules = run(name, recipe, torch.bfloat16)

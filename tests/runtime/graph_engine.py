@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,18 +23,26 @@ class Rerun:
         yield
 
     def record(
-        self, body: Callable[[], list[torch.Tensor]], pool: Any, device: torch.device
-    ) -> tuple[list[torch.Tensor], Callable[[], Any]]:
+        self,
+        body: Callable[[], list[torch.Tensor]],
+        pool: Any,
+        device: torch.device,
+        reads: Sequence[torch.Tensor],
+    ) -> tuple[list[torch.Tensor], Callable[..., Any]]:
         first = body()
         self.recorded += 1
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
-        def replay() -> None:
+        def replay(given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+            for static, value in zip(reads, given, strict=True):
+                static.detach().copy_(value)
             with torch.inference_mode(modes[1]), torch.set_grad_enabled(modes[0]):
                 again = body()
             self.replayed += 1
             for static, value in zip(first, again, strict=True):
                 static.detach().copy_(value.detach())
+            for fresh, static in zip(made, first, strict=bool(made)):
+                fresh.copy_(static.detach())
 
         return first, replay
 

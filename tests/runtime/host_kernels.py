@@ -140,9 +140,9 @@ class Steady:
     """`torch.empty_like` for a tape whose memory comes back: the same places at every call, as on a device."""
 
     def __init__(self) -> None:
-        self.kept: dict[int, torch.Tensor] = {}
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # alive: ids come again
 
     def __call__(self, like: torch.Tensor) -> torch.Tensor:
         if id(like) not in self.kept:
-            self.kept[id(like)] = torch.empty_like(like)
-        return self.kept[id(like)].detach()
+            self.kept[id(like)] = like, torch.empty_like(like)
+        return self.kept[id(like)][1].detach()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import te_ops as te
-from te_ops.context import RECORDING
+from te_ops.context import RECORDING, current
 from te_ops.runtime import engines
 from tests.runtime.cases import assert_same, mlp, state, twin
 from tests.runtime.graph_engine import Rerun, data
@@ -56,8 +56,8 @@ def test_gradients_of_parameters_that_are_kept_elsewhere_too(engine: Rerun, plac
     recorded: list[torch.Tensor] = []
 
     class Spy(Rerun):
-        def record(self, body, pool, device):  # type: ignore[no-untyped-def]
-            found = super().record(body, pool, device)
+        def record(self, body, pool, device, reads):  # type: ignore[no-untyped-def]
+            found = super().record(body, pool, device, reads)
             recorded[:] = found[0]
             return found
 
@@ -190,3 +190,30 @@ def test_gradients_into_main_grad_are_refused_with_the_way_out(engine: Rerun) ->
     assert not weight.main_grad.any()
     with torch.no_grad():
         assert te.make_graphed(model, data()).captured == 1
+
+
+def test_amaxes_are_lent_and_copied_only_if_they_wait(engine: Rerun) -> None:
+    model = mlp()
+    recipe = te.recipe.DelayedScaling(amax_history_len=4)
+    with te.autocast(recipe=recipe):
+        graphed = te.make_graphed(model, data())
+        graphed(data(seed=1)).sum().backward()
+        frame = current()
+        assert frame is not None
+        (first,) = frame.region.observed.sheets
+        lent, seen = first.block, first.block.clone()
+        assert first.lent
+        graphed(8 * data(seed=2)).sum().backward()
+        second = frame.region.observed.sheets[1]
+        assert second.block is lent
+        assert not first.lent
+        assert torch.equal(first.block, seen)
+        assert not torch.equal(second.block, seen)
+    del first, second
+    with te.autocast(recipe=recipe):
+        graphed(data(seed=3)).sum().backward()
+        frame = current()
+        assert frame is not None
+        (third,) = frame.region.observed.sheets
+        assert third.lent
+        assert third.block is lent

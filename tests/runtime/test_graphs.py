@@ -507,8 +507,8 @@ def test_models_and_their_graphs_die_with_their_last_reference(engine: Rerun) ->
     class Quiet(Rerun):
         """Keeps no body: as a CUDA graph, which runs no Python."""
 
-        def record(self, body, pool, device):  # type: ignore[no-untyped-def]
-            return body(), lambda: None
+        def record(self, body, pool, device, reads):  # type: ignore[no-untyped-def]
+            return body(), lambda given, made: None
 
     engines.ENGINES["cpu"] = Quiet()
     gc.collect()
@@ -569,3 +569,32 @@ def test_free_workspaces_drops_graphs_that_no_forward_waits_in(engine: Rerun) ->
     for _ in range(3):
         graphed(data())
     assert graphed.captured == 2
+
+
+def test_a_module_that_is_replaced_over_the_same_memory_gets_the_gradients(engine: Rerun) -> None:
+    class Still(Rerun):
+        """Gives what the recording gave: as a CUDA graph, which runs no Python, on the same inputs."""
+
+        def record(self, body, pool, device, reads):  # type: ignore[no-untyped-def]
+            first = body()
+
+            def replay(given, made):  # type: ignore[no-untyped-def]
+                for fresh, static in zip(made, first, strict=True):
+                    fresh.copy_(static.detach())
+
+            return first, replay
+
+    engines.ENGINES["cpu"] = Still()
+    model = mlp()
+    graphed = te.make_graphed(model, data())
+    graphed(data()).sum().backward()
+    old = model[1].weight
+    before = old.grad.clone()  # type: ignore[union-attr]
+    other = copy.deepcopy(model[1])
+    other.weight = nn.Parameter(old.detach())
+    other.bias = None if model[1].bias is None else nn.Parameter(model[1].bias.detach())
+    model[1] = other
+    for _ in range(2):
+        graphed(data()).sum().backward()
+    assert torch.equal(old.grad, before)
+    torch.testing.assert_close(other.weight.grad, 2 * before)

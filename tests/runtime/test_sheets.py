@@ -18,6 +18,7 @@ from te_ops.runtime import observed as observed_
 from te_ops.runtime.loads import Places
 from te_ops.runtime.observed import (
     MOST_CELLS,
+    Handed,
     Observation,
     Seen,
     Sheet,
@@ -84,7 +85,7 @@ def same(ours: list[DelayedState], theirs: list[DelayedState]) -> None:
 def filled(*items: tuple[Sheet, torch.Tensor]) -> Observed:
     made = Observed()
     for item in items:
-        observe_sheet(made, *item)
+        observe_sheet(made, Handed(*item))
     return made
 
 
@@ -157,7 +158,7 @@ def test_sheets_and_single_observations_keep_their_order() -> None:
     made = filled((sheet_of(state), block(4.0)))
     observe(made, state, torch.tensor(1.0), Seen(other, 448.0, None))
     assert not made.sheets
-    observe_sheet(made, sheet_of(state), block(2.0))
+    observe_sheet(made, Handed(sheet_of(state), block(2.0)))
     assert made
     (found,) = by_state(made).values()
     assert isinstance(found, Observation)

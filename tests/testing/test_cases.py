@@ -120,6 +120,7 @@ def test_pipelines_hold_the_chain_of_every_rule() -> None:
         rule.name for rule in REGISTRY.all() if isinstance(rule, Rule) and rule.stage == "phase"
     }
     heads = {"heads_quantize", "heads_quantize_rounded", "pack_rope", "norm_rope_heads"}
+    heads |= {"heads_quantize_each", "heads_norm_back_quantize"}
     # The first needs main_grad (tests/runtime/test_main_grad.py), the others attention
     # (tests/registry/test_rounding.py, tests/backends/cuda/test_layer_plans.py).
     assert ours - seen == {"gemm_accumulate"} | heads

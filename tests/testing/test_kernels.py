@@ -84,6 +84,24 @@ def test_quantized_results_off_by_one_percent_fail(recipe: str, factor: float) -
         check_kernel("test.norm_quantize", model, recipes=(recipe,), rows=(64,))
 
 
+@pytest.mark.parametrize(("factor", "passes"), [(1 + 1e-4, True), (0.995, False), (1.005, False)])
+def test_an_amax_may_lose_what_a_fast_product_loses(factor: float, passes: bool) -> None:
+    def change(result: Any, xs: Any) -> Any:
+        if not isinstance(result, tuple):
+            return result
+        amaxes = [isinstance(x, torch.Tensor) and x.dim() == 0 for x in result]
+        return tuple(x * factor if a else x for x, a in zip(result, amaxes, strict=True))
+
+    model = te.Sequential(te.Linear(64, 96), te.GELU(), te.Linear(96, 64))
+    kernel, options = epilogue(change), {"rows": (16,), "dtypes": (torch.bfloat16,)}
+    with rules.temporary(kernel):
+        if passes:
+            assert check_kernel(kernel.name, model, recipes=("delayed",), **options)
+            return
+        with pytest.raises(AssertionError, match="quantize output 2"):
+            check_kernel(kernel.name, model, recipes=("delayed",), **options)
+
+
 def test_dropped_nan_fails() -> None:
     model = te.Sequential(te.Linear(32, 16), te.GELU())
     with torch.no_grad():

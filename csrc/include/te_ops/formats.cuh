@@ -70,11 +70,18 @@ template <> TE_DEVICE u32 raw<u8>(u8 x) { return x; }
 // aligned but for a last one that may be cut. Aligned: to 16 bytes (FP32, 16-bit) or 8 (bytes).
 constexpr int ANYWHERE = 0, WHOLE = 1, TAILED = 2;
 constexpr int PREFETCH = 3;  // not how they lie: into L2 only
+constexpr int COPY = 4;      // nor this: whole chunks, asynchronously, into shared memory, where the chunk lies
 
 // The first `valid` elements from p on, zeros for the rest.
 template <class T, int ALIGNED> TE_DEVICE void load(const T* p, int valid, Chunk<T>& c) {
   if constexpr (ALIGNED == PREFETCH) {
     if (valid > 0) prefetch(p);
+    return;
+  }
+  if constexpr (ALIGNED == COPY) {
+    static_assert(sizeof(T) != 1, "pieces of 16 bytes");
+#pragma unroll
+    for (int i = 0; i < Chunk<T>::words; i += 4) copy_async(c.w + i, (const u8*)p + 4 * i, valid > 0);
     return;
   }
   if (ALIGNED != ANYWHERE && valid >= 8) {

@@ -259,6 +259,7 @@ TE_DEVICE void wait_for_mail(u64*, int) { __syncthreads(); }
 TE_DEVICE void barrier() { __syncthreads(); }
 // Of `threads` threads of a block, whole warps: `id` from 1 to 15 tells groups apart.
 TE_DEVICE void group_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+TE_DEVICE void warp_barrier() { __syncwarp(); }
 TE_DEVICE float exchange(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 TE_DEVICE u32 exchange(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 TE_DEVICE float from_lane(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }

@@ -6,9 +6,9 @@ goes to torch's call, which fills up and copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from te_ops.backends.cublas.problem import Problem
 from te_ops.backends.cublas.scaled import MULTIPLE, tile_scale, vector_scale
 from te_ops.quantizers import Record
 from te_ops.registry import Launch
-from te_ops.runtime.tape import recorder
+from te_ops.runtime.tape import Issue, recorder
 from te_ops.runtime.tune import collecting, offer
 
 MAX_SHAPES = 1024  # prepared ones of a launch
@@ -38,7 +38,7 @@ def refuse_direct(problem: Problem) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Form:
+class Form:
     """What a problem says of its products, whatever the extents."""
 
     problem: Problem
@@ -78,28 +78,50 @@ def _codes(spec: Any) -> torch.dtype:
     return dtype
 
 
-def bind_direct(problem: Problem, scales: tuple[str, str], fallback: Launch) -> Launch:
+class Product(Issue, Protocol):
+    """A product of exact extents, ready to run."""
+
+    def run(self, words: Sequence[int], stream: int) -> None:
+        """Issue it over the addresses `lt.WORDS` on a stream of its device, which is the current one."""
+
+
+Prepare = Callable[[int, lt.Product], Product | None]
+"""What makes a product ready on a device; None if it cannot be multiplied that way."""
+
+
+def by_the_library(index: int, product: lt.Product) -> Product | None:
+    """By the algorithm that was measured to be the best, else by the library's favourite."""
+    chosen = choose(index, product)
+    return None if chosen is None else lt.Prepared(index, product, chosen)
+
+
+def bind_direct(
+    problem: Problem,
+    scales: tuple[str, str],
+    fallback: Launch,
+    prepare: Prepare = by_the_library,
+) -> Launch:
     """`launch(a, b[, bias][, added])` over dense tensors or records, of any number of rows."""
-    form, index = _Form(problem, scales), problem.device.index or 0
+    form, index = Form(problem, scales), problem.device.index or 0
     if collecting():
         extents = problem.extents
         if form.takes(*extents):
             offer(Trial(index, form.product(*extents)))
-    calls = _Calls(form, index, fallback)
+    calls = _Calls(form, index, fallback, prepare)
     return calls.scaled if scales[0] else calls.dense
 
 
 class _Calls:
     """The launches of a problem, and the products that they prepared."""
 
-    def __init__(self, form: _Form, index: int, fallback: Launch) -> None:
+    def __init__(self, form: Form, index: int, fallback: Launch, prepare: Prepare) -> None:
         problem = form.problem
-        self.form, self.index, self.fallback = form, index, fallback
+        self.form, self.index, self.fallback, self.prepare = form, index, fallback, prepare
         self.dtype, self.device = problem.dtype, problem.device
         self.accumulates, self.biased = problem.accumulate, problem.bias is not None
         self.row_first = problem.layout != "tn"
         self.read_scales = tuple(_READ[mode] for mode in form.scales if mode)
-        self.made: dict[Any, tuple[lt.Prepared, tuple[int, ...]] | None] = {}
+        self.made: dict[Any, tuple[Product, tuple[int, ...]] | None] = {}
 
     def dense(self, a: Tensor, b: Tensor, *more: Tensor) -> Tensor:
         """Over dense operands."""
@@ -135,11 +157,9 @@ class _Calls:
         m, n, k = self.form.problem.extents_of(a, b)
         found = None
         if self.form.takes(m, n, k):
-            product = self.form.product(m, n, k)
-            chosen = choose(self.index, product)
-            if chosen is not None:
-                shape = (*a[:-1], n) if self.row_first else (m, n)
-                found = (lt.Prepared(self.index, product, chosen), shape)
+            prepared = self.prepare(self.index, self.form.product(m, n, k))
+            if prepared is not None:
+                found = (prepared, (*a[:-1], n) if self.row_first else (m, n))
         if len(self.made) >= MAX_SHAPES:
             self.made.clear()
         self.made[key] = found

@@ -39,7 +39,7 @@ _FAMILIES: dict[tuple[str, str], _Family] = {
 _EMULATED = _Family(ArchRange("sm_80+"), refuse_emulated, bind_emulated)
 
 
-def _scaling(spec: Spec) -> str:
+def scaling_of(spec: Spec) -> str:
     """The scaling of an operand as `_FAMILIES` names it, else what its format is called."""
     if spec.kind.name != "record":
         return spec.kind.name
@@ -53,7 +53,7 @@ def _scaling(spec: Spec) -> str:
 
 def _native(problem: Problem) -> _Family | str:
     """The family that multiplies the operands as they are, or why there is none."""
-    pair = (_scaling(problem.a), _scaling(problem.b))
+    pair = (scaling_of(problem.a), scaling_of(problem.b))
     return _FAMILIES.get(pair) or f"the library is given no {pair[0]} x {pair[1]} product"
 
 
@@ -68,14 +68,14 @@ def _direct(problem: Problem) -> _Family | str:
         return native.refuse(problem) or refuse_direct(problem)
 
     def bind(problem: Problem) -> Launch:
-        pair = (_scaling(problem.a), _scaling(problem.b))
+        pair = (scaling_of(problem.a), scaling_of(problem.b))
         scales = ("", "") if pair == ("dense", "dense") else pair
-        return bind_direct(problem, scales, _added(native.bind, problem))
+        return bind_direct(problem, scales, added(native.bind, problem))
 
     return _Family(family.arch, refuse, bind)
 
 
-def _added(bind: Callable[[Problem], Launch], problem: Problem) -> Launch:
+def added(bind: Callable[[Problem], Launch], problem: Problem) -> Launch:
     """The family's launch; where the product is added to a tensor, it is made in FP32, and torch adds it."""
     if not problem.accumulate:
         return bind(problem)
@@ -117,7 +117,7 @@ def _kernel(runs: str, name: str, way: _Way) -> Kernel:
         assert isinstance(problem, Problem)
         family = way.family_of(problem)
         assert isinstance(family, _Family)
-        return _in_order(family.bind(problem), problem.places)
+        return in_order(family.bind(problem), problem.places)
 
     return Kernel(
         runs,
@@ -131,7 +131,7 @@ def _kernel(runs: str, name: str, way: _Way) -> Kernel:
     )
 
 
-def _in_order(launch: Launch, places: tuple[int, ...]) -> Launch:
+def in_order(launch: Launch, places: tuple[int, ...]) -> Launch:
     """The launch over the values that the call reads, each of which comes once."""
     if places == tuple(range(len(places))):
         return launch

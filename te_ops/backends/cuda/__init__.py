@@ -6,9 +6,13 @@ Importing this touches no CUDA library.
 from __future__ import annotations
 
 from te_ops.backends.cuda import (
+    around,
     bundle,
     dequantize,
     fused,
+    gemm_block,
+    heads_back,
+    heads_quantize,
     launch,
     many,
     norm,
@@ -20,10 +24,12 @@ from te_ops.backends.cuda import (
     rope,
     state,
     together,
+    transpose,
 )
 from te_ops.backends.cuda.compile import missing
 from te_ops.registry import REGISTRY, ArchRange, Kernel
 from te_ops.runtime.bundle import BUNDLERS
+from te_ops.runtime.engines import AROUND
 from te_ops.runtime.state import UPDATES
 from te_ops.runtime.tape import COPIES
 
@@ -36,6 +42,7 @@ _TABLE = (
     ("amax", quantize.refuse_amax, quantize.bind_amax),
     ("quantize", quantize.refuse, quantize.bind),
     ("dequantize", dequantize.refuse, dequantize.bind),
+    ("transpose_record", transpose.refuse, transpose.bind),
     ("rmsnorm", norm.refuse_affine, norm.bind),
     ("layernorm", norm.refuse_affine, norm.bind),
     ("rmsnorm_backward", norm.refuse, norm.bind_backward),
@@ -73,6 +80,8 @@ _TABLE = (
     ("norm_heads_backward", norm_heads.refuse_backward, norm_heads.bind_backward),
     ("heads_quantize", rope.refuse, rope.bind),
     ("heads_quantize_rounded", rope.refuse, rope.bind),
+    ("heads_quantize_each", heads_quantize.refuse, heads_quantize.bind),
+    ("heads_norm_back_quantize", heads_back.refuse, heads_back.bind),
 )
 
 KERNELS = tuple(
@@ -93,12 +102,13 @@ KERNELS = tuple(
 
 def register() -> None:
     """Add the kernels; cheap, and safe to call again."""
-    for kernel in KERNELS:
+    for kernel in (*KERNELS, *gemm_block.KERNELS):
         REGISTRY.add(kernel, replace=True)
     if missing() is None:
         UPDATES["cuda"] = state.roll
         COPIES["cuda"] = launch.clone
         BUNDLERS.setdefault("cuda", bundle.Bundler())
+        AROUND["cuda"] = around.build
 
 
 __all__ = ["KERNELS", "register"]

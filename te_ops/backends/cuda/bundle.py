@@ -20,10 +20,9 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: a library may allocate its scrat
 class Graph:
     """An executable graph. `graph(stream)` launches it; one launch at a time, as the driver asks."""
 
-    def __init__(self, handle: int, *, owned: bool = True) -> None:
-        self._launch = functools.partial(_driver().cuGraphLaunch, handle)
-        if owned:
-            self._destroy = functools.partial(_driver().cuGraphExecDestroy, handle)
+    def __init__(self, handle: int) -> None:
+        self._launch = functools.partial(driver().cuGraphLaunch, handle)
+        self._destroy = functools.partial(driver().cuGraphExecDestroy, handle)
         self._lock = threading.Lock()
 
     def __call__(self, stream: int) -> None:
@@ -34,9 +33,7 @@ class Graph:
                 launch.again(lambda: self._launch(stream), code, "launching a graph")
 
     def __del__(self) -> None:
-        destroy = getattr(self, "_destroy", None)
-        if destroy is not None:
-            destroy()  # one that still runs is freed by the driver when it is done
+        self._destroy()  # one that still runs is freed by the driver when it is done
 
 
 class Bundler:
@@ -49,7 +46,7 @@ class Bundler:
 
     def capturing(self) -> bool:
         """See the protocol."""
-        return torch.cuda.is_current_stream_capturing()
+        return torch._C._cuda_isCurrentStreamCapturing()
 
     def bundle(
         self, device: torch.device, stream: int, calls: Sequence[Prepared]
@@ -59,15 +56,11 @@ class Bundler:
             side = self._side(device.index, stream)
             return None if side is None else _record(side, calls)
 
-    def launcher(self, executable: int) -> Prepared:
-        """See the protocol."""
-        return Graph(executable, owned=False)
-
     def _side(self, index: int, stream: int) -> int | None:
         found = self._streams.get((index, stream))
         if found is None:
             made = ctypes.c_void_p()
-            if _driver().cuStreamCreate(ctypes.byref(made), _NON_BLOCKING) or not made.value:
+            if driver().cuStreamCreate(ctypes.byref(made), _NON_BLOCKING) or not made.value:
                 return None
             found = self._streams[index, stream] = made.value
         return found
@@ -75,8 +68,8 @@ class Bundler:
 
 def _record(stream: int, calls: Sequence[Prepared]) -> Graph | None:
     """What the calls issue on a stream, as a graph; None if something of it cannot be recorded."""
-    driver, graph, made = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-    if driver.cuStreamBeginCapture_v2(stream, _RELAXED):
+    library, graph, made = driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    if library.cuStreamBeginCapture_v2(stream, _RELAXED):
         return None
     failed = False
     try:
@@ -85,17 +78,17 @@ def _record(stream: int, calls: Sequence[Prepared]) -> Graph | None:
     except Exception:  # noqa: BLE001  (libraries raise anything; what cannot be recorded is issued one by one)
         failed = True
     finally:
-        code = driver.cuStreamEndCapture(stream, ctypes.byref(graph))
+        code = library.cuStreamEndCapture(stream, ctypes.byref(graph))
     if code or not graph.value:
         return None
     if not failed:
-        code = driver.cuGraphInstantiateWithFlags(ctypes.byref(made), graph, 0)
-    driver.cuGraphDestroy(graph)
+        code = library.cuGraphInstantiateWithFlags(ctypes.byref(made), graph, 0)
+    library.cuGraphDestroy(graph)
     return None if failed or code or not made.value else Graph(made.value)
 
 
 @functools.cache
-def _driver() -> Any:
+def driver() -> Any:
     """The driver's library with the types of what is called here."""
     library = ctypes.CDLL("libcuda.so.1")
     pointer, number = ctypes.c_void_p, ctypes.c_uint
@@ -105,6 +98,10 @@ def _driver() -> Any:
         ("cuStreamEndCapture", [pointer, pointer]),
         ("cuGraphInstantiateWithFlags", [pointer, pointer, ctypes.c_ulonglong]),
         ("cuGraphLaunch", [pointer, pointer]),
+        ("cuGraphCreate", [pointer, number]),
+        ("cuGraphAddKernelNode_v2", [pointer, pointer, pointer, ctypes.c_size_t, pointer]),
+        ("cuGraphAddChildGraphNode", [pointer, pointer, pointer, ctypes.c_size_t, pointer]),
+        ("cuGraphExecKernelNodeSetParams_v2", [pointer, pointer, pointer]),
         ("cuGraphDestroy", [pointer]),
         ("cuGraphExecDestroy", [pointer]),
     ):

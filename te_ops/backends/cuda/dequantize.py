@@ -72,7 +72,7 @@ def _mxfp8(quantizer: Any, col: bool) -> Decoding:
 
 
 def _nvfp4(quantizer: Any, col: bool) -> Decoding:
-    limit = 6 * (quantizer.four_over_six_bound if quantizer.four_over_six else 448)
+    limit = int(quantizer.limit)
     filled = col and quantizer.with_rht
     return Decoding("te::e2m1", f"te::Fp4Scales<{limit}>", 5, col, filled=filled)
 

@@ -13,10 +13,12 @@ from te_ops.backends.cuda import launch
 from te_ops.backends.cuda.reduce import slices_kernel
 from te_ops.backends.cuda.rope import Member, Turn, by_of
 from te_ops.backends.cuda.source import CTYPES, flag, literal
+from te_ops.basic.heads import Parts
 from te_ops.basic.heads_norm import NORM_HEADS_BACKWARD
 from te_ops.graph import Node, Value
 from te_ops.registry import Call, Launch
 
+INCLUDE = "#include <kernels/norm_heads.cuh>\n"
 THREADS = 256
 LANES = 32
 """Threads that a head may lie in: those of a warp."""
@@ -55,9 +57,10 @@ class Shape:
         members: tuple[Member, ...] = (
             ("bool", "normed", [flag(n) for n in self.normed]),
             ("int", "first", [sum(counts[:i]) for i in range(len(counts))]),
+            ("int", "own", [h for h, _ in self.turn.parts]),
         )
         numbers = f", width = {self.turn.width}, heads = {self.heads}, count = {self.count}"
-        return "#include <kernels/norm_heads.cuh>\n" + self.turn.layout(numbers, members)
+        return self.turn.layout(numbers, members)
 
     @property
     def types(self) -> str:
@@ -97,13 +100,18 @@ def _members(call: Call) -> tuple[Node, Node | None]:
 def refuse(call: Call) -> str | None:
     """Dtypes without a kernel, heads that are no power of two of chunks, a norm that is read as it is too."""
     norm, turn = _members(call)
-    reason = _refuse_norm(call, norm)
+    reason = refuse_norm(call, norm)
     if reason is not None or turn is None:
         return reason
     if turn.inputs[0] != norm.out or norm.out in call.writes:
         return "the normalised heads are read before they turn too"
     if turn.inverse:
         return "heads turn back, behind a norm"
+    return refuse_turn(call, turn)
+
+
+def refuse_turn(call: Call, turn: Node) -> str | None:
+    """Tables in other dtypes, and rotations whose pairs lie in chunks that do not meet."""
     table = call.spec(turn.inputs[1])
     if table.dtype is not torch.float32:
         return f"the table is {table.dtype}; FP32 is read"
@@ -112,25 +120,31 @@ def refuse(call: Call) -> str | None:
     return None if whole else f"{half} pairs of a head turn: chunks of eight features do not meet"
 
 
-def _refuse_norm(call: Call, norm: Node) -> str | None:
+def refuse_norm(call: Call, norm: Node) -> str | None:
+    """Dtypes, and heads that are no power of two of chunks."""
     dtypes = {call.spec(v).dtype for v in norm.inputs}
     if not dtypes <= CTYPES.keys():
         return f"reads FP32, BF16 and FP16, not {', '.join(sorted(str(d) for d in dtypes))}"
     gammas = norm.inputs[3 if norm.prim is NORM_HEADS_BACKWARD else 1 :]
     if len({call.spec(v).dtype for v in gammas}) > 1:
         return "gammas have different dtypes"
-    sizes = {size for _, size in norm.parts}
+    return refuse_sizes(norm.parts)
+
+
+def refuse_sizes(parts: Parts) -> str | None:
+    """Heads that do not lie in adjacent threads of a warp, eight features each, all alike."""
+    sizes = {size for _, size in parts}
     if len(sizes) > 1:
         return f"heads have {sorted(sizes)} features; all of one row have the same here"
     lanes, rest = divmod(sizes.pop(), 8)
     if rest or not 1 <= lanes <= LANES or lanes & (lanes - 1):
-        return f"heads of {8 * lanes + rest} features; 8, 16, 32, 64, 128 and 256 are normalised"
+        return f"heads of {8 * lanes + rest} features; 8, 16, 32, 64, 128 and 256 fit a warp"
     return None
 
 
 def refuse_backward(call: Call) -> str | None:
     """As for forward."""
-    return _refuse_norm(call, call.node)
+    return refuse_norm(call, call.node)
 
 
 def bind(call: Call) -> Launch:
@@ -145,7 +159,7 @@ def bind(call: Call) -> Launch:
     body = (
         f"te::norm_heads<{shape.types}, {flags}, {turned.by}, {THREADS}>(p.a, {literal(norm.eps)});"
     )
-    head = f"{shape.layout()}struct Parameters {{ {arguments} a; }};\n"
+    head = f"{INCLUDE}{shape.layout()}struct Parameters {{ {arguments} a; }};\n"
     text = launch.text_of(name="norm_heads", head=head, body=body, threads=THREADS)
     function = launch.build("norm_heads", text, call.arch, THREADS, 6 + len(norm.parts))
     at, *places = (call.reads.index(v) for v in norm.inputs)
@@ -181,7 +195,7 @@ def bind_backward(call: Call) -> Launch:
     node = call.node
     shape = shape_of(call, node, None)
     arguments = f"te::NormHeadsBackward<{shape.types}>"
-    head = f"{shape.layout()}struct Parameters {{ {arguments} a; }};\n"
+    head = f"{INCLUDE}{shape.layout()}struct Parameters {{ {arguments} a; }};\n"
     body = f"te::norm_heads_backward<{shape.types}, {shape.flags}, {THREADS}>(p.a);"
     text = launch.text_of(name="norm_heads_backward", head=head, body=body, threads=THREADS)
     count = 5 + 2 * len(node.parts)

@@ -90,15 +90,20 @@ def norm_of(node: Node, source: Source, held: torch.dtype, gamma: torch.dtype) -
     return Norm(source, held, held, gamma, centered(node), zero_centered, float(node.eps))
 
 
+def shared_kib(arch: str) -> int:
+    """KiB of shared memory of a processor; a block has one less."""
+    number = number_of(arch)
+    return SHARED.get(number, 228 if number < 120 else 100)
+
+
 def resident(threads: int, registers: int, shared: int, arch: str) -> int:
     """Blocks that a processor can hold, 0 if none."""
     number = number_of(arch)
     registers = -(-registers // 8) * 8
     if registers > 255:
         return 0
-    kib = SHARED.get(number, 228 if number < 120 else 100)
     warps = 48 if number in (86, 89) or number >= 120 else 64
-    by_shared = kib * 1024 // (shared + 1024)
+    by_shared = shared_kib(arch) * 1024 // (shared + 1024)
     taken = -(-threads // 128) * 128 * registers  # four warps at a time
     return min(FILES // taken, 32 * warps // threads, by_shared, 16)
 
@@ -352,7 +357,7 @@ def backward_kernel(
 
 
 def sums_kernel(
-    dtype: torch.dtype, arch: str, threads: int = 512
+    dtype: torch.dtype, arch: str, threads: int = 256
 ) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
     """total(sums of blocks [blocks, n, width]) -> n gradients [width] of a dtype, added up in a fixed order."""
     ctype = CTYPES[dtype]

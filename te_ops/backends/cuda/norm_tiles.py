@@ -74,21 +74,25 @@ def tile_for(norm: Norm, wants: Wants, arch: str) -> Tile | None:
 
 
 def _measured(norm: Norm, cols: int, cluster: int) -> Tile:
-    """Best of an H200 (docs/performance): many blocks that each have one tile, rather than few with the next one."""
+    """Best of an H200 (docs/performance): many blocks that have one tile or two, rather than few with the next one on
+    its way."""
     if cols > 512:
-        return Tile(32, cols, cluster, 256, 2, 1, 1)
-    if norm.gamma.itemsize == 2 and norm.copied <= 32:
-        return Tile(32, cols, cluster, 128, 4 if norm.copied == 16 else 3, 1, 1)
+        light = norm.copied == 16 and not norm.centered
+        return Tile(32, cols, cluster, 256, 3 if light else 2, 1, 2 if light else 1)
+    if norm.gamma.itemsize == 2 and norm.copied == 16:
+        return Tile(32, cols, cluster, 128, 5, 1, 2)
+    if norm.gamma.itemsize == 2 and norm.copied == 32:
+        return Tile(32, cols, cluster, 128, 3, 1, 1)
     return Tile(32, cols, cluster, 256, 2, 1, 1)
 
 
 def shared_of(norm: Norm, wants: Wants, tile: Tile) -> int:
     """Bytes of dynamic shared memory (NormTile::bytes)."""
     copies = tile.stages * tile.rows * tile.cols // 8 * norm.copied
-    behind = (
-        tile.stages == 1 and norm.copied == 16 * norm.held.itemsize
-    )  # codes where an operand was
-    codes = tile.rows * tile.cols if wants.col and not behind else 0
+    held = norm.held.itemsize
+    # Codes go where the second operand was, or where rows of 16-bit values were.
+    there = tile.stages == 1 and (norm.copied == 16 * held or norm.copied == 8 * held == 16)
+    codes = tile.rows * tile.cols if wants.col and not there else 0
     return copies + codes + 2 * tile.cluster * tile.rows * 8 + 16
 
 

@@ -27,6 +27,7 @@ from te_ops.backends.cuda.quantize import (
     wanted_of,
 )
 from te_ops.backends.cuda.source import CTYPES, Source, flag, literal
+from te_ops.backends.cuda.targets import Part
 from te_ops.backends.cuda.wanted import Run, Wanted
 from te_ops.basic.heads import PACK_HEADS, Parts, views_of, width_of
 from te_ops.basic.rope import ROPE, ROPE_HEADS
@@ -411,7 +412,7 @@ def _make_run(source: Source, node: Node, wanted: Wanted, arch: str) -> Run:
     quantizer = node.quantizer
     if not isinstance(quantizer, Float8BlockQuantizer) or int(arch.removeprefix("sm_")) >= 89:
         return make_run(source, quantizer, wanted, arch, known=is_known(node))
-    cut = shape_of(source, quantizer, wanted, arch)
+    cut = shape_of(source, (Part(quantizer, wanted, source.outs),), arch)
     return make_blocked(source, quantizer, wanted, arch, replace(cut, batch=1))
 
 

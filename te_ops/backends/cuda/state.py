@@ -22,23 +22,24 @@ _WORDS = 8  # of a state
 
 def roll(device: torch.device, found: Rolls) -> None:
     """Roll the states of one device on its current stream."""
-    if torch._C._cuda_getDevice() != device.index:
+    index = device.index
+    if torch._C._cuda_getDevice() != index:
         with torch.cuda.device(device):
-            roll_on(arch_of(device.index), launch.stream_of(device.index), found)
+            roll(device, found)
     else:
-        roll_on(arch_of(device.index), launch.stream_of(device.index), found)
+        roll_on(arch_of(index), torch._C._cuda_getCurrentRawStream(index), found)
 
 
 def roll_on(arch: str, stream: int, found: Rolls) -> None:
     """As `roll`, with the architecture and the stream given."""
-    place = (arch, stream)  # threads with a stream of their own may come at the same time
-    made: list[_Launch] | None = found.prepared.get(place)
+    made = found.prepared.get(
+        stream
+    )  # threads with a stream of their own may come at the same time
     if made is None:
         made = [_Launch(arch, found.items, part) for part in _parts(found)]
-        found.prepared[place] = made
-    amaxes = found.amaxes
+        found.prepared[stream] = made
     for each in made:
-        each(stream, amaxes)
+        each(stream, found.amaxes)
 
 
 class _Part(NamedTuple):

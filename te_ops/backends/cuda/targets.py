@@ -166,7 +166,7 @@ BAND = 4
 
 def shape_of(source: Source, targets: Sequence[Target], arch: str) -> Shape:
     """How a pass is cut, so that no register spills: without conversion instructions they are scarcer, and where values
-    are written beside two outputs, or elements are read one by one.
+    are written beside two outputs, these are made of many operands, or elements are read one by one.
     """
     outs = source.outs
     summed = any(t.part.wanted.sums is not None for t in targets)
@@ -176,8 +176,8 @@ def shape_of(source: Source, targets: Sequence[Target], arch: str) -> Shape:
     if not source.computes:
         return Shape(8, 2, 128, band=band)
     if outs > 1:
-        dense = any(t.dense is not None for t in targets)
-        return Shape(4, 2 if not source.aligned else 3 if dense else 4, 96, band=band)
+        many = source.in_bytes > 8 or any(t.dense is not None for t in targets)
+        return Shape(4, 2 if not source.aligned else 3 if many else 4, 96, band=band)
     loaded = 32 if source.in_bytes > 2 and not summed else 64
     return Shape(8, 4 if source.aligned else 3, loaded, band=band)
 

@@ -11,14 +11,13 @@ import torch
 
 from te_ops.backends.chains import Chain, compose_chain, rounding
 from te_ops.backends.cuda import launch
-from te_ops.backends.cuda.block import make_blocked, refuse_blocks, refuse_sums
+from te_ops.backends.cuda.block import block_parts, refuse_blocks, refuse_room, refuse_sums
 from te_ops.backends.cuda.fused import refuse_chain
 from te_ops.backends.cuda.quantize import BLOCKED, is_known, refuse_state, state_place, wanted_of
 from te_ops.backends.cuda.source import CTYPES, Placed, Source, joined_source, plain, prepare
 from te_ops.backends.cuda.targets import (
     MAX_OUTS,
     PER_TENSOR,
-    Lead,
     Part,
     RunParts,
     lead_of,
@@ -26,7 +25,7 @@ from te_ops.backends.cuda.targets import (
 )
 from te_ops.backends.cuda.wanted import Results, Wanted
 from te_ops.graph import Node, Value
-from te_ops.quantizers import Float8CurrentScalingQuantizer
+from te_ops.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer
 from te_ops.registry import Call, Launch
 
 
@@ -39,8 +38,8 @@ class Branch:
     quantize: Node | None
     reduce: Node | None
 
-    def refuse(self, call: Call, alone: bool) -> str | None:
-        """Why the pass does not make what is asked of the value. `alone`: it has no other."""
+    def refuse(self, call: Call) -> str | None:
+        """Why the pass does not make what is asked of the value."""
         if self.reduce is not None:
             if self.reduce.over != "rows":
                 return f"a sum over {self.reduce.over}"
@@ -50,17 +49,15 @@ class Branch:
             return None
         quantizer = self.quantize.quantizer
         if type(quantizer) not in PER_TENSOR:
-            return self._refuse_blocks(call, alone)
+            return self._refuse_blocks(call)
         if self.waits and self.node is not None and self.rounds(call) is None:
             return "current scaling reads its values again, and this rule does not round them"
         return refuse_state(call, self.quantize)
 
-    def _refuse_blocks(self, call: Call, alone: bool) -> str | None:
+    def _refuse_blocks(self, call: Call) -> str | None:
         """The same of a format with a scale a block."""
         assert self.quantize is not None
         quantizer = self.quantize.quantizer
-        if not alone:
-            return f"{quantizer.describe()} has other tiles than the values beside it"
         if self.rounds(call) is None:
             return "a block's values wait for its scale as they would be written: rounded"
         outs, width = self._size(call)
@@ -118,6 +115,25 @@ class Branch:
         if self.reduce is not None:
             found[self.reduce.out] = "sums"
         return found
+
+
+def _refuse_tiles(call: Call, branches: Sequence[Branch]) -> str | None:
+    """Why the branches do not go over one kind of tiles: those of 1x128 and 128x128 blocks keep 16-bit values of one
+    dtype and know nothing of a tensor's scale; MXFP8's are its own."""
+    blocked = [b.quantize.quantizer for b in branches if b.blocks and b.quantize is not None]
+    if len(branches) == 1 or not blocked:
+        return None
+    formats = [b.quantize.quantizer for b in branches if b.quantize is not None]
+    for quantizer in formats:
+        if not isinstance(quantizer, Float8BlockQuantizer):
+            return f"{quantizer.describe()} has other tiles than the values beside it"
+    dtypes = {b.rounds(call) or torch.float32 for b in branches}
+    if len(dtypes) > 1:
+        return f"the results wait for their scales as {', '.join(sorted(map(str, dtypes)))}"
+    if torch.float32 in dtypes:
+        return "FP32 values of several results have no room to wait for their scales"
+    summed = any(b.reduce is not None for b in branches)
+    return refuse_room(sum(b.outs for b in branches), summed, call.arch)
 
 
 def branches_of(call: Call) -> list[Branch] | str:
@@ -210,8 +226,10 @@ def refuse_pointwise_together(call: Call) -> str | None:
     if call.rule is not None and call.rule.exact and not any(b.waits or b.blocks for b in branches):
         return "no value is read again"
     for branch in branches:
-        if (reason := branch.refuse(call, len(branches) == 1)) is not None:
+        if (reason := branch.refuse(call)) is not None:
             return reason
+    if (reason := _refuse_tiles(call, branches)) is not None:
+        return reason
     joined = _join(call, branches)
     if isinstance(joined, str):
         return joined
@@ -253,19 +271,9 @@ def bind_pointwise_together(call: Call) -> Launch:
 
 
 def _passes(source: Source, parts: Sequence[Part], arch: str) -> RunParts:
-    """The kernel of the parts: per-tensor formats, or one with a scale a block."""
-    part = parts[0]
-    if not isinstance(part.quantizer, BLOCKED):
-        return parts_kernel(source, parts, arch)
-    blocked = make_blocked(source, part.quantizer, part.wanted, arch)
-
-    def run(
-        slots: Sequence[int], lead: Lead, device: torch.device, _: Sequence[torch.Tensor | None]
-    ) -> list[Results]:
-        shape = () if lead is None else (*lead, part.outs * source.width)
-        return [blocked(slots, shape, device, None)]
-
-    return run
+    """The kernel of the parts: per-tensor formats, or those with a scale a block."""
+    blocked = any(isinstance(part.quantizer, BLOCKED) for part in parts)
+    return (block_parts if blocked else parts_kernel)(source, parts, arch)
 
 
 def _states(call: Call, branches: Sequence[Branch]) -> list[int | None]:
@@ -298,7 +306,7 @@ def refuse_reduce_quantize(call: Call) -> str | None:
     dtype = call.spec(branches[0].value).dtype
     if dtype not in CTYPES:
         return f"reads FP32, BF16 and FP16, not {dtype}"
-    return branches[0].refuse(call, alone=True)
+    return branches[0].refuse(call)
 
 
 def bind_reduce_quantize(call: Call) -> Launch:

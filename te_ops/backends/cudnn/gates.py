@@ -1,8 +1,7 @@
 """What cuDNN is not asked for, and why: a table over exact problems, which needs neither the library nor a device.
 
 Rows marked `library` say what the library itself refuses, which a build shows; the others are what it does wrong, or
-what a graph here does not express. Rows marked `unproven` are graphs that build and were not compared with the
-reference on a device yet: `TE_OPS_CUDNN_UNPROVEN=1` lets them through.
+what a graph here does not express.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from te_ops import config
 from te_ops.backends.cudnn.problem import HALF, Problem
 from te_ops.basic.attention_form import learned
 
@@ -28,7 +26,6 @@ class Gate:
     refuses: Callable[[Problem], bool]
     reason: str
     library: bool = False
-    unproven: bool = False
 
 
 def _diagonal(p: Problem) -> bool:
@@ -97,27 +94,19 @@ GATES: tuple[Gate, ...] = (
         library=True,
     ),
     Gate(
-        "fp8 lengths",
-        lambda p: p.quantized and (p.varied or p.ragged),
-        "FP8 graphs with lengths or offsets are not proven on a device yet (TE_OPS_CUDNN_UNPROVEN=1 takes them)",
-        unproven=True,
-    ),
-    Gate(
-        "fp8 window",
-        lambda p: p.quantized and (p.band.left is not None or p.band.right not in (None, 0)),
-        "FP8 graphs with windows are not proven on a device yet (TE_OPS_CUDNN_UNPROVEN=1 takes them)",
-        unproven=True,
+        "fp8 offsets",
+        lambda p: p.quantized and p.ragged,
+        "FP8 attention of the library ends in an illegal instruction where a sequence with an offset has no tokens",
     ),
     Gate(
         "fp8 peak",
         lambda p: p.quantized and p.peak,
-        "FP8 graphs with largest scores are not proven on a device yet (TE_OPS_CUDNN_UNPROVEN=1 takes them)",
-        unproven=True,
+        "FP8 attention of the library writes largest scores in another unit (times log2(e)) than it says",
     ),
     Gate(
         "fp8 dropout",
         lambda p: p.quantized and p.form.dropout > 0,
-        "the library's FP8 kernels are not known to drop what its 16-bit ones drop, which run backward",
+        "FP8 attention of the library with dropout ends in an illegal address",
     ),
     Gate("empty", lambda p: 0 in p.sizes, "nothing of size zero is given to the library"),
     Gate(
@@ -231,10 +220,9 @@ def refuse(problem: Problem) -> str | None:
     With dropout both directions are asked, whichever the problem is: they are taken together or not at all, since
     only the library repeats the library's mask.
     """
-    trusting = config.flag("CUDNN_UNPROVEN", False)
     for asked in _directions(problem) if problem.form.dropout else (problem,):
         for gate in GATES:
-            if gate.refuses(asked) and not (trusting and gate.unproven):
+            if gate.refuses(asked):
                 return gate.reason
     return None
 

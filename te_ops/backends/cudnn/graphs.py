@@ -114,12 +114,12 @@ class GraphSpec:
 
 def describe(graph: Any, spec: GraphSpec) -> dict[str, int]:
     """Add the nodes of a spec to an empty graph; returns the uids of its operands by name."""
-    made = _Graph(graph, spec)
+    made = Described(graph, spec)
     (made.backward if spec.backward else made.forward)()
     return made.used
 
 
-class _Graph:
+class Described:
     """The tensors of a graph that is being described."""
 
     def __init__(self, graph: Any, spec: GraphSpec) -> None:
@@ -131,6 +131,7 @@ class _Graph:
             torch.bfloat16: self.lib.data_type.BFLOAT16,
             torch.float16: self.lib.data_type.HALF,
             E4M3: self.lib.data_type.FP8_E4M3,
+            torch.float8_e5m2: self.lib.data_type.FP8_E5M2,
             torch.float32: self.lib.data_type.FLOAT,
             torch.int32: self.lib.data_type.INT32,
             torch.int64: self.lib.data_type.INT64,
@@ -197,6 +198,11 @@ class _Graph:
 
     # -- what both directions share
 
+    @property
+    def bounds(self) -> str:
+        """What the names of the band's arguments begin with."""
+        return "" if self.spec.quantized else "diagonal_band_"
+
     def options(self) -> dict[str, Any]:
         """The mask, and what is added to scores, as arguments."""
         s, vector = self.spec, (1, 1, 1, 1)
@@ -204,11 +210,10 @@ class _Graph:
         if s.left is not None or s.right is not None:
             names = self.lib.diagonal_alignment
             given["diagonal_alignment"] = names.BOTTOM_RIGHT if s.bottom_right else names.TOP_LEFT
-        prefix = "" if s.quantized else "diagonal_band_"
         if s.left is not None:
-            given[f"{prefix}left_bound"] = s.left + 1  # the first key that is not seen
+            given[f"{self.bounds}left_bound"] = s.left + 1  # the first key that is not seen
         if s.right is not None:
-            given[f"{prefix}right_bound"] = s.right
+            given[f"{self.bounds}right_bound"] = s.right
         if s.padding:
             given["use_padding_mask"] = True
             for name, argument in (("q_lens", "seq_len_q"), ("kv_lens", "seq_len_kv")):
@@ -217,7 +222,7 @@ class _Graph:
             given["use_alibi_mask"] = True
         if s.bias is not None:
             assert s.bias_dtype is not None
-            given["bias"] = self.tensor("bias", s.bias, s.bias_dtype, _contiguous(s.bias))
+            given["bias"] = self.tensor("bias", s.bias, s.bias_dtype, contiguous_strides(s.bias))
         if s.dropout:
             numbers = [self.tensor(n, vector, torch.int64, vector) for n in ("seed", "offset")]
             given["dropout"] = (s.dropout, *numbers)
@@ -250,7 +255,9 @@ class _Graph:
         if s.dbias:
             assert s.bias is not None
             assert s.bias_dtype is not None
-            options["dBias"] = self.tensor("dbias", s.bias, s.bias_dtype, _contiguous(s.bias))
+            options["dBias"] = self.tensor(
+                "dbias", s.bias, s.bias_dtype, contiguous_strides(s.bias)
+            )
         if s.totals is not None:
             names = ("max_total_seq_len_q", "max_total_seq_len_kv")
             options |= dict(zip(names, s.totals, strict=True))
@@ -266,7 +273,8 @@ class _Graph:
             self.out(result, name)
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """In elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -292,11 +300,18 @@ def build(index: int, spec: GraphSpec, choice: str | None = None) -> Built:
         return _built(index, spec, graph, uids, choice)
 
 
-_IO = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF", E4M3: "FP8_E4M3"}
+_IO = {
+    torch.bfloat16: "BFLOAT16",
+    torch.float16: "HALF",
+    E4M3: "FP8_E4M3",
+    torch.float8_e5m2: "FP8_E5M2",
+}
 
 
-def planned(index: int, spec: GraphSpec, **device: Any) -> tuple[Any, dict[str, int]]:
-    """A graph with the list of its plans, none of which is built yet."""
+def planned(
+    index: int, spec: Any, *, describe: Callable[..., dict[str, int]] = describe, **device: Any
+) -> tuple[Any, dict[str, int]]:
+    """A graph with the list of its plans, none of which is built yet; `describe` adds the nodes of its kind of spec."""
     lib = library.library()
     with library.entered(index):
         if not device:

@@ -69,6 +69,9 @@ class Attention:
         self.problem = problem_of(call)
         self.names: tuple[str, ...] = node.operands
         self.paged = node.kv_layout == "paged"
+        plain = {"q", "k", "v", "o", "lse", "do"}
+        self.sized = 3 if plain.issuperset(self.names) else None
+        """Operands whose shapes tell those of all."""
         self.varied = self.problem.varied
         self.places = tuple(call.reads.index(v) for v in node.inputs)
         self.read = tuple(name for name in READ[self.problem.backward] if name in self.names)
@@ -95,7 +98,7 @@ class Attention:
         if self.paged:
             names, xs = self._gathered(xs)
         lying = [x.is_contiguous() or x.stride() for x in xs]
-        key = (_deterministic(), *[x.shape for x in xs], *lying)
+        key = (_deterministic(), *[x.shape for x in xs[: self.sized]], *lying)
         if self.varied:
             key += (self._known(dict(zip(names, xs, strict=True))),)
         last, found = self.recent
@@ -413,6 +416,7 @@ class Plain:
             statistic = torch.Size((n.b, n.h_q, n.s_q))
             o = torch.Size((*shapes[0][:-1], n.d_v))
             self.results = [like(o, dtype, device), like(statistic, torch.float32, device)]
+        self.makers = [library.fresh(x) for x in self.results]
         self.space = like(torch.Size((max(ready.built.workspace, 1),)), torch.uint8, device)
 
     def run(self, xs: list[Any], given: list[Any]) -> Any:
@@ -424,11 +428,17 @@ class Plain:
             off |= word
         if off & _BYTES:
             return None
-        made = [torch.empty_like(t) for t in self.results]
+        made = self.fresh()
         words += [x.data_ptr() for x in made]
         self.issue(words)
         writes = self.writes
         return made[writes[0]] if len(writes) == 1 else tuple([made[i] for i in writes])
+
+    def fresh(self) -> list[Tensor]:
+        """Memory for the results."""
+        if recorder() is None and library.current_device() == self.index:
+            return [make() for make in self.makers]
+        return [torch.empty_like(x) for x in self.results]
 
     def issue(self, words: list[int]) -> None:
         """Run the plan on these addresses, behind which that of the workspace comes."""

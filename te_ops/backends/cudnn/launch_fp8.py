@@ -75,7 +75,7 @@ class PlainFp8(Plain):
         tail = [x.data_ptr() for x in scales]
         if (words[0] | words[1] | words[2] | tail[0] | tail[1]) & _BYTES:
             return None
-        made: list[Any] = [torch.empty_like(t) for t in self.results]
+        made: list[Any] = self.fresh()
         words += [x.data_ptr() for x in made]
         words += tail
         words += self.words

@@ -1,6 +1,6 @@
 """Launches over packed tokens without gaps: as plain ones, with lengths and offsets that were made before.
 
-Compared with the ordinary launch on a CPU stand-in of the library only, so `TE_OPS_CUDNN_UNPROVEN=1` asks for them.
+`TE_OPS_CUDNN_WHOLE=1` asks for them: they were compared with the ordinary launch on a stand-in of the library only.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from te_ops import config
+from te_ops.backends.cudnn import library
 from te_ops.backends.cudnn.launch import Attention, Plain, Ready
 from te_ops.backends.cudnn.problem import LENGTHS
 from te_ops.runtime.replay import like
@@ -29,6 +30,7 @@ class Whole(Plain):
             n = ready.problem.sizes
             rows = torch.Size((n.s_q, n.h_q))
             self.results[1] = like(rows, torch.float32, launch.device)
+            self.makers[1] = library.fresh(self.results[1])
         self.lens = tuple(launch.names.index(name) for name in LENGTHS)
         self.written = len(self.order) + len(self.results)  # operands before those of sequences
         self.recent: tuple[list[Tensor], list[int], list[Tensor]] = ([], [], [])
@@ -41,7 +43,7 @@ class Whole(Plain):
             off |= word
         if off & 15 or (self.backward and not xs[self.order[4]].t().is_contiguous()):
             return None
-        made = [torch.empty_like(t) for t in self.results]
+        made = self.fresh()
         words += [x.data_ptr() for x in made]
         tail = self.sequences(xs)
         words += [x.data_ptr() for x in tail]
@@ -75,7 +77,7 @@ def is_whole(launch: Attention, ready: Ready) -> bool:
     wanted = OPERANDS[problem.backward] | set(LENGTHS)
     usual = set(launch.names) == wanted and problem.whole and not ready.copied
     usual = usual and not (spec.peak or spec.dropout or problem.quantized)
-    return usual and config.flag("CUDNN_UNPROVEN", False)
+    return usual and config.flag("CUDNN_WHOLE", False)
 
 
 Attention.whole = (is_whole, Whole)

@@ -8,9 +8,17 @@ import pytest
 import torch
 
 from te_ops.backends.cublas import choices, lt
+from te_ops.registry import REGISTRY
 from te_ops.runtime.tune import TABLE
 from tests.backends.cublas.fakelt import FakeLt
 from tests.backends.cublas.library import Library
+
+
+@pytest.fixture(autouse=True)
+def no_device_kernels() -> Iterator[None]:
+    """The CPU stands for a device here, and has none of the other kernels of one, which a test may have registered."""
+    with REGISTRY.without("cuda.", "cutlass."):
+        yield
 
 
 @pytest.fixture

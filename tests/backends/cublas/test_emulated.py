@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,6 +26,9 @@ PAIRS = {
     "mxfp8": (te.MXFP8Quantizer(), te.MXFP8Quantizer(E5M2)),
     "nvfp4": (te.NVFP4Quantizer(), te.NVFP4Quantizer(with_2d_quantization=True)),
     "nvfp4 hadamard": (te.NVFP4Quantizer(with_rht=True),) * 2,
+    "nvfp4 other limits": (te.NVFP4Quantizer(four_over_six=True), te.NVFP4Quantizer()),
+    "one row": (te.NVFP4Quantizer(row_scaled=True), te.NVFP4Quantizer()),
+    "half hadamard": (te.NVFP4Quantizer(with_rht=True), te.NVFP4Quantizer()),
     "e5m2": (te.Float8CurrentScalingQuantizer(E5M2),) * 2,
     "mixed": (te.Float8CurrentScalingQuantizer(), te.Float8BlockQuantizer()),
     "delayed": (te.Float8Quantizer(), te.MXFP8Quantizer()),
@@ -47,17 +53,29 @@ def test_it_is_as_exact_as_fp32_arithmetic(library, pair, layout, extents) -> No
 
 
 @pytest.mark.parametrize(
-    ("pair", "terms"), [("mxfp8", 1), ("half dense", 2), ("delayed", 2), ("nvfp4", 3)]
+    ("pair", "terms"),
+    [
+        ("mxfp8", 1),
+        ("half dense", 1),
+        ("delayed", 1),
+        ("nvfp4", 1),
+        ("nvfp4 hadamard", 1),
+        ("half hadamard", 1),
+        ("one row", 2),
+        ("tiles", 3),
+    ],
 )
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
 def test_only_what_bf16_cannot_hold_is_split(library, pair, terms, layout) -> None:
     a, b = operands(layout, (16, 48, 32), PAIRS[pair])
     run(EMULATED, single(a, b, layout), a, b)
-    assert library.calls[0]["a"].shape[1] == terms * 32
+    # One operand went through the Hadamard transform, and comes back by FP32 arithmetic.
+    one_turned = (pair, layout) in {("nvfp4 hadamard", "nn"), ("half hadamard", "tn")}
+    assert library.calls[0]["a"].shape[1] == (2 if one_turned else terms) * 32
 
 
 @pytest.mark.parametrize("layout", ["nt", "tn"])
-def test_leading_dimensions_and_zero_rows(layout) -> None:
+def test_leading_dimensions_and_zero_rows(library, layout) -> None:
     quantizer = te.NVFP4Quantizer()
     for lead in ((2, 3), (0,), (2, 0)):
         usage = Usage.COL if layout == "tn" else Usage.ROW
@@ -70,7 +88,7 @@ def test_leading_dimensions_and_zero_rows(layout) -> None:
         torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_the_largest_numbers_stay_finite() -> None:
+def test_the_largest_numbers_stay_finite(library) -> None:
     x = torch.full((16, 32), torch.finfo(torch.bfloat16).max).bfloat16()
     current = te.Float8CurrentScalingQuantizer(E5M2)
     a = record(x, current, Usage.ROW)
@@ -78,6 +96,30 @@ def test_the_largest_numbers_stay_finite() -> None:
     y = run(EMULATED, single(a, b, "nt"), a, b)
     assert y.isfinite().all()
     torch.testing.assert_close(y.double(), exact(a, b, "nt"), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("amax", [0.0, math.inf, 2e-45, 1e-38, 1e-20, 1e20, 3e38])
+def test_any_scale_of_a_tensor(library, amax: float) -> None:
+    """The smaller of two multiplies first: nothing leaves the range before the result does."""
+    nvfp4 = te.NVFP4Quantizer()
+    a, b = operands("nt", (16, 32, 64), (nvfp4, nvfp4))
+    a = replace(a, amax=torch.tensor(amax))
+    b = replace(b, amax=torch.tensor(min(1.0 / amax, 3e38) if 0 < amax < math.inf else 1.0))
+    y = run(EMULATED, single(a, b, "nt"), a, b)
+    wanted = exact(a, b, "nt")
+    assert wanted.isfinite().all()
+    assert (y.double() - wanted).norm() <= 4e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("scale", [1 / 3.4e38, 1e-38, 1e-30, 0.3, 1e30])
+def test_any_scale_of_fp8(library, scale: float) -> None:
+    current = te.Float8CurrentScalingQuantizer(E5M2)
+    a, b = operands("nt", (16, 32, 64), (current, current))
+    a = replace(a, scale_inv=torch.full_like(a.scale_inv, scale))
+    b = replace(b, scale_inv=torch.full_like(b.scale_inv, min(1.0 / scale, 1e32)))
+    y = run(EMULATED, single(a, b, "nt"), a, b)
+    wanted = exact(a, b, "nt")
+    assert (y.double() - wanted).norm() <= 4e-3 * wanted.norm()
 
 
 def test_fp32_inputs_are_emulated_in_fp32() -> None:

@@ -23,7 +23,7 @@ Kind = tuple[torch.dtype | None, bool]
 """The dtype of gammas (None: L2), and whether they are zero-centered."""
 
 
-def _normed(
+def normed_inputs(
     inputs: Inputs, draw: Draw, x: Value, parts: Parts, kind: Kind
 ) -> tuple[tuple[Value, ...], dict[str, Any]]:
     """The gammas, and the attributes of a norm."""
@@ -37,7 +37,7 @@ def _forward(form: Form, kind: Kind, turns: bool) -> Case:
     def make(draw: Draw, shape: tuple[int, ...]) -> Group:
         inputs, lead = Inputs(), form.lead(shape)
         x = inputs(draw((*lead, width_of(form.parts)), form.dtype))
-        gammas, attrs = _normed(inputs, draw, x, form.parts, kind)
+        gammas, attrs = normed_inputs(inputs, draw, x, form.parts, kind)
         y, scale = inputs.g.calls(NORM_HEADS, x, *gammas, eps=1e-5, **attrs)
         runs = "norm_rope_heads" if turns else "norm_heads"
         if turns:
@@ -57,7 +57,7 @@ def _backward(form: Form, kind: Kind) -> Case:
         dy, x = (inputs(draw((*lead, width_of(form.parts)), form.dtype)) for _ in range(2))
         heads = sum(h for (h, _), has in zip(form.parts, NORMED, strict=True) if has)
         scale = inputs(draw((*lead, heads), FP32).abs() + 0.1)
-        gammas, attrs = _normed(inputs, draw, x, form.parts, kind)
+        gammas, attrs = normed_inputs(inputs, draw, x, form.parts, kind)
         outs = inputs.g.calls(NORM_HEADS_BACKWARD, dy, x, scale, *gammas, **attrs)
         node = inputs.g.node(outs[0])
         return Group("norm_heads_backward", inputs, (node,), outs)
@@ -89,4 +89,4 @@ def norm_heads_cases() -> Iterator[Case]:
             yield _backward(form, kind)
 
 
-__all__ = ["norm_heads_cases"]
+__all__ = ["NORMED", "Kind", "norm_heads_cases", "normed_inputs"]

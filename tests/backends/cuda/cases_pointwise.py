@@ -12,7 +12,12 @@ from te_ops.basic.quantize import QUANTIZE
 from te_ops.fused.pointwise import RULES
 from te_ops.graph import Value
 from te_ops.pointwise import Fn, activations
-from te_ops.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
+from te_ops.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Quantizer,
+)
 from tests.backends.cuda.calls import Inputs
 from tests.backends.cuda.cases import Case, Draw, Group
 
@@ -53,9 +58,12 @@ def group(inputs: Inputs, rule: str, writes: Sequence[Value], codes: float = 2.0
 
 def _gated(forward: Quantizer | None, backward: Quantizer | None, rule: str) -> Case:
     """swiglu rebuilt beside its gradient; without a quantizer the values themselves."""
+    blocked = any(isinstance(q, Float8BlockQuantizer) for q in (forward, backward))
 
     def make(draw: Draw, shape: tuple[int, ...]) -> Group:
         inputs = Inputs()
+        if blocked:  # no block spans both halves
+            shape = (*shape[:-1], -(-shape[-1] // 128) * 128)
         pair = inputs(draw((*shape[:-1], 2 * shape[-1]), BF16, scale=3.0))
         dy = inputs(draw(shape, BF16))
         known = None
@@ -142,6 +150,15 @@ def cases() -> Iterator[Case]:
     yield _gated(delayed, None, "pointwise_together")
     yield _gated(None, None, "pointwise_together")
     yield _gated(current, Float8CurrentScalingQuantizer(E5M2), "pointwise_together_rounded")
+    blocks, squares = Float8BlockQuantizer(), Float8BlockQuantizer(E5M2, block_scaling_dim=2)
+    for pair in (
+        (blocks, blocks),
+        (blocks, squares),
+        (squares, blocks),
+        (None, blocks),
+        (blocks, None),
+    ):
+        yield _gated(*pair, "pointwise_together_rounded")
     yield _bias_gelu(wide, "pointwise_together")
     yield _bias_gelu(wide, "pointwise_together", dense=True)
     yield _bias_gelu(None, "pointwise_together", dense=True)

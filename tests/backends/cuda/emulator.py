@@ -40,23 +40,28 @@ def compiler_path() -> str | None:
 @functools.cache
 def shared_library(name: str, text: str) -> ctypes.CDLL:
     """The text compiled for the host, with a function that runs a grid of it."""
+    runtime()
     found = re.search(r"__cluster_dims__\((\d+)", text)
     cluster = found[1] if found else "1"
     run = (
-        'extern "C" void te_host_run(long long grid, int threads, int shared, const Parameters* p) {\n'
-        f"  te::run_blocks(grid, threads, shared, {cluster}, "
-        f"[&] {{ {launch.KERNEL}_{name}(*p); }});\n}}\n"
+        f"static void te_body(const void* p) {{ {launch.KERNEL}_{name}(*(const Parameters*)p); }}\n"
+        'extern "C" void te_host_run(long long grid, int threads, int shared, const void* p) {\n'
+        f"  te::run_blocks(grid, threads, shared, {cluster}, te_body, p);\n}}\n"
     )
-    source = "#include <te_ops/machine.cuh>\n" + text.replace(TANH, "y = tanhf(x);") + run
+    return loaded("#include <te_ops/machine.cuh>\n" + text.replace(TANH, "y = tanhf(x);") + run)
+
+
+@functools.cache
+def runtime() -> ctypes.CDLL:
+    """What runs the fibers of all kernels, whose libraries find it by its names."""
+    return loaded((HOST / "machine.cpp").read_text(), mode=ctypes.RTLD_GLOBAL)
+
+
+def loaded(source: str, *, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
+    """A library of this text, compiled where it has not been. Its calls hold the GIL: the fibers' state is one."""
     root = compiler.source_root()
     key = hashlib.blake2b(
-        (
-            source
-            + compiler.source_hash()
-            + (HOST / "te_ops/machine.cuh").read_text()
-            + " ".join(FLAGS)
-        ).encode(),
-        digest_size=16,
+        (source + compiler.source_hash() + header() + " ".join(FLAGS)).encode(), digest_size=16
     ).hexdigest()
     FOLDER.mkdir(mode=0o700, exist_ok=True)
     library = FOLDER / f"{key}.so"
@@ -72,7 +77,13 @@ def shared_library(name: str, text: str) -> ctypes.CDLL:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr[:4000]
             made.replace(library)
-    return ctypes.CDLL(str(library))
+    return ctypes.PyDLL(str(library), mode=mode)
+
+
+@functools.cache
+def header() -> str:
+    """The host's side of the device code."""
+    return (HOST / "te_ops/machine.cuh").read_text()
 
 
 def build(

@@ -90,16 +90,19 @@ def test_dequantize_equals_the_reference(case: Decoded) -> None:
     ("name", "cut"),
     [
         ("pointwise_quantize-dswiglu-e4m3 block 1x128", Shape(8, 2, 3, 8)),
-        ("pointwise_quantize-dswiglu-e4m3 block 1x128", Shape(8, 8, 2, 4, park=True)),
+        ("pointwise_quantize-dswiglu-e4m3 block 1x128", Shape(8, 8, 2, 4)),
         ("pointwise_quantize-swiglu-e4m3 block 1x128-dense", Shape(8, 4, 3, 8)),
-        ("pointwise_quantize-dswiglu-mxfp8 e4m3", Shape(8, 2, 2, 8)),
-        ("quantize-mxfp8 e4m3-f32-rca", Shape(4, 4, 2, 2)),
+        ("pointwise_quantize-dswiglu-mxfp8 e4m3", Shape(8, 2, 2, threads=32)),
+        ("pointwise_quantize-dswiglu-mxfp8 e4m3", Shape(16, 4, 2, stages=2)),
+        ("quantize-mxfp8 e4m3-f32-rca", Shape(4, 4, 2)),
+        ("quantize-mxfp8 e4m3-f32-rca", Shape(32, 4, 1, stages=3, threads=64)),
     ],
 )
 def test_every_cut_gives_the_same(name: str, cut: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     """How tiles are cut is a choice for speed alone; bringing operands ahead stays inside the tensors."""
     monkeypatch.setattr(block, "shape_of", lambda *_: cut)
-    for i, shape in enumerate(((2, 3, 40), (300, 260))):
+    width = 264 if cut.stages else 260  # copies are of whole chunks
+    for i, shape in enumerate(((2, 3, 40), (300, width))):
         assert check(BY_NAME[name].make(drawer(i, "cpu"), shape), "sm_90", "cpu") == [], shape
 
 

@@ -56,7 +56,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
-    monkeypatch.setattr(bundle, "_driver", lambda: made)
+    monkeypatch.setattr(bundle, "driver", lambda: made)
     monkeypatch.setattr(launch, "error_text", lambda code: f"error {code}")
     return made
 

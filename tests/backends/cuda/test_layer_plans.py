@@ -23,6 +23,8 @@ RECIPES = {
     "delayed": te.recipe.DelayedScaling(),
     "current": te.recipe.Float8CurrentScaling(),
     "block": te.recipe.Float8BlockScaling(),
+    "delayed fp8_dpa": te.recipe.DelayedScaling(fp8_dpa=True),
+    "current fp8_dpa": te.recipe.Float8CurrentScaling(fp8_dpa=True),
 }
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -40,6 +42,8 @@ CASES = (
     ("delayed", "no rope"),
     ("delayed", "norms of heads"),
     ("bf16", "norms behind rope"),
+    ("delayed fp8_dpa", "norms of heads"),
+    ("current fp8_dpa", "plain"),
 )
 
 
@@ -87,4 +91,8 @@ def test_a_training_step(name: str, form: str, monkeypatch: pytest.MonkeyPatch) 
     # Products and attention belong to other libraries.
     left = {s["name"] for s in steps if s["kernel"].startswith("reference")}
     views = {prim.name for prim in PRIMS.values() if prim.nature == "view"}
-    assert left - views <= {"gemm", "attention", "attention_backward"}, left
+    theirs_to_run = {"gemm", "attention", "attention_backward", "attention_fp8"}
+    assert left - views <= theirs_to_run, left
+    names = {s["name"] for s in steps}
+    assert ("heads_quantize_each" in names) == ("fp8_dpa" in name)
+    assert ("heads_norm_back_quantize" in names) == (form == "norms of heads")

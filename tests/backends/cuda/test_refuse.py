@@ -17,14 +17,16 @@ from te_ops.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
+    MXFP8Quantizer,
     NVFP4Quantizer,
 )
 from te_ops.registry import Rule
 from tests.backends.cuda.calls import Inputs, make_call
 
-BF16, FP64 = torch.bfloat16, torch.float64
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 E5M2 = torch.float8_e5m2
 RULE = {rule.name: rule for rule in RULES}
+BLOCKS = (Float8BlockQuantizer(),) * 2
 BY_NAME = {k.runs: k for k in KERNELS}
 
 
@@ -157,7 +159,11 @@ def test_a_chain_whose_inner_value_is_read() -> None:
 
 
 def backward_group(
-    *, quantizers: tuple[Any, Any], interleave: int | None = None, over: str = "rows"
+    *,
+    quantizers: tuple[Any, Any],
+    interleave: int | None = None,
+    over: str = "rows",
+    dtype: torch.dtype = BF16,
 ) -> tuple[Inputs, list[Any]]:
     """swiglu and its gradient, each quantized, and a sum of the gradient."""
     inputs = Inputs()
@@ -165,7 +171,7 @@ def backward_group(
     fn = activations["swiglu"]()
     made = [
         inputs.g.call(
-            POINTWISE, *xs, fn=f, dtype=BF16, broadcast=("full",) * len(xs), interleave=interleave
+            POINTWISE, *xs, fn=f, dtype=dtype, broadcast=("full",) * len(xs), interleave=interleave
         )
         for f, xs in ((fn, (pair,)), (fn.grad(0), (pair, dy)))
     ]
@@ -183,7 +189,20 @@ def backward_group(
         ("pointwise_together", {}, None),
         ("pointwise_together", {"over": "cols"}, "a sum over cols"),
         ("pointwise_together", {"interleave": 32}, "an interleave of 32"),
-        ("pointwise_together", {"quantizers": (Float8BlockQuantizer(),) * 2}, "has other tiles"),
+        ("pointwise_together", {"quantizers": BLOCKS}, "as they would be written: rounded"),
+        ("pointwise_together_rounded", {"quantizers": BLOCKS}, None),
+        ("pointwise_together_rounded", {"quantizers": BLOCKS, "arch": "sm_89"}, "102 KiB"),
+        ("pointwise_together_rounded", {"quantizers": BLOCKS, "dtype": FP32}, "have no room"),
+        (
+            "pointwise_together_rounded",
+            {"quantizers": (Float8Quantizer(), Float8BlockQuantizer())},
+            "per-tensor delayed has other tiles",
+        ),
+        (
+            "pointwise_together_rounded",
+            {"quantizers": (MXFP8Quantizer(), Float8BlockQuantizer())},
+            "has other tiles",
+        ),
         (
             "pointwise_together",
             {"quantizers": (Float8CurrentScalingQuantizer(),) * 2},
@@ -198,9 +217,10 @@ def backward_group(
     ],
 )
 def test_values_together(rule: str, options: dict[str, Any], text: str | None) -> None:
+    arch = options.pop("arch", "sm_90")
     inputs, outs = backward_group(**{"quantizers": (Float8Quantizer(),) * 2, **options})
     members = [n for n in inputs.g.nodes if n.prim in (POINTWISE, QUANTIZE, REDUCE)]
-    call = make_call(inputs, members, outs, rule=RULE[rule])
+    call = make_call(inputs, members, outs, rule=RULE[rule], arch=arch)
     found = BY_NAME[rule].refuse(call)
     assert (found is None) if text is None else (text in str(found))
 

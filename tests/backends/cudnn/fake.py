@@ -22,6 +22,7 @@ TYPES = {
     "INT32": torch.int32,
     "INT64": torch.int64,
     "FP8_E4M3": torch.float8_e4m3fn,
+    "FP8_E5M2": torch.float8_e5m2,
 }
 
 

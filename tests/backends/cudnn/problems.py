@@ -85,6 +85,7 @@ def _call(g: Graph, o: Value, writes: tuple[Value, ...]) -> Call:
 
 
 LENS = (("q_lens", (2,), torch.int64), ("kv_lens", (2,), torch.int64))
+STARTS = (*LENS, ("q_starts", (2,), torch.int64), ("kv_starts", (2,), torch.int64))
 BIAS = (("bias", (1, 4, 256, 256), BF16),)
 MASK = (("mask", (2, 1, 256, 256), torch.bool),)
 SEED = (("seed", (), torch.int64),)
@@ -104,8 +105,7 @@ PAIRS: dict[str, tuple[Case, Case]] = {
         Case(s=(256, 256), attrs={"band": ENDING}, fp8=True),
     ),
     "fp8 one query": (Case(s=(1, 256), fp8=True), Case(s=(2, 256), fp8=True)),
-    "fp8 lengths": (Case(more=LENS, fp8=True), Case(fp8=True)),
-    "fp8 window": (Case(attrs={"band": Band(31, 0)}, fp8=True), Case(attrs={"band": CAUSAL}, fp8=True)),
+    "fp8 offsets": (Case(more=STARTS, fp8=True), Case(more=LENS, fp8=True)),
     "fp8 peak": (Case(writes=(0, 1, 2), fp8=True), Case(writes=(0, 1), fp8=True)),
     "fp8 dropout": (Case(more=SEED, attrs={"dropout": 0.1}, fp8=True), Case(more=SEED, attrs={"dropout": 0.1})),
     "empty": (Case(b=0), Case(b=1)),

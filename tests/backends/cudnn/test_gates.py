@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from te_ops.backends.cudnn.gates import GATES, Gate, refuse
+from te_ops.backends.cudnn.gates import GATES, refuse
 from te_ops.basic.band import Band
 from tests.backends.cudnn.problems import LENS, PAIRS, SEED, SLOPES, Case, with_slopes
 
@@ -23,16 +23,6 @@ def test_both_directions(name: str) -> None:
     refused, taken = PAIRS[name]
     assert refuse(refused.problem()) == REASONS[name]
     assert refuse(taken.problem()) is None
-
-
-@pytest.mark.parametrize("gate", [gate for gate in GATES if gate.unproven], ids=lambda g: g.name)
-def test_what_is_not_proven_is_taken_on_request(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = PAIRS[gate.name][0].problem()
-    assert refuse(problem) == gate.reason
-    monkeypatch.setenv("TE_OPS_CUDNN_UNPROVEN", "1")
-    assert refuse(problem) is None
 
 
 def test_slopes() -> None:

@@ -21,8 +21,7 @@ from tests.backends.cudnn.calls import PER_TENSOR, call_of, quantized, run
 from tests.backends.cudnn.fake import FakeCudnn
 
 CASES: tuple[Callable[[], dense.Made], ...] = (
-    dense.causal, dense.window, dense.sequence_first, dense.packed, dense.sink, dense.tokens, dense.tokens_full,
-    dense.right_padding, dense.left_padding,
+    dense.causal, dense.window, dense.sequence_first, dense.packed, dense.sink, dense.right_padding,
 )  # fmt: skip
 
 
@@ -50,18 +49,10 @@ def same(got: Any, wanted: Any, *, atol: float = 0.02) -> None:
         assert_close(a.float(), b.float(), rtol=0.13, atol=atol)
 
 
-@pytest.fixture
-def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs that build are taken, whether they were run on a device or not."""
-    monkeypatch.setenv("TE_OPS_CUDNN_UNPROVEN", "1")
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("peak", [False, True])
-@pytest.mark.usefixtures("trusting")
-def test_like_the_reference(cudnn: FakeCudnn, case: Callable[[], dense.Made], peak: bool) -> None:
+def test_like_the_reference(cudnn: FakeCudnn, case: Callable[[], dense.Made]) -> None:
     xs, attrs = operands(case)
-    call = call_of(xs, writes=(0, 1, 2) if peak else (0, 1), **attrs)
+    call = call_of(xs, writes=(0, 1), **attrs)
     same(run(call, launch_fp8.bind(call), xs), run(call, bind_reference(call), xs))
     assert len(cudnn.calls) == 1
     assert cudnn.graphs[0].options["io_data_type"] == "FP8_E4M3"
@@ -128,7 +119,8 @@ def test_the_twin(cudnn: FakeCudnn) -> None:
     """What FP8 graphs do not take runs by the dense kernel, decoded and encoded again."""
     xs, attrs = operands(dense.bottom_right)
     call = call_of(xs, writes=(0, 1), **attrs)
-    with REGISTRY.temporary(_dense("test.dense")):
+    # A device's own kernels are there once any test has planned for one; here the CPU stands for it.
+    with REGISTRY.temporary(_dense("test.dense")), REGISTRY.without("cuda."):
         assert twin.refuse(call) is None
         same(run(call, twin.bind(call), xs), run(call, bind_reference(call), xs), atol=0.06)
         only = call_of(xs, writes=(1,), **attrs)
@@ -141,5 +133,5 @@ def test_the_twin_needs_a_dense_kernel(cudnn: FakeCudnn) -> None:
     call = call_of(xs, writes=(0, 1), **attrs)
     refusing = _dense("test.dense", lambda call: "no")
     # Those of a device are there once any test has planned for one.
-    with REGISTRY.temporary(refusing), REGISTRY.without("cudnn.", "sdpa."):
+    with REGISTRY.temporary(refusing), REGISTRY.without("cudnn.", "sdpa.", "flash."):
         assert twin.refuse(call) == "no kernel takes the same attention over dense operands"

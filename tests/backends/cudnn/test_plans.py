@@ -11,7 +11,7 @@ import torch
 
 import te_ops as te
 from te_ops.backends import cudnn as backend
-from te_ops.backends.cudnn import launch, sequences
+from te_ops.backends.cudnn import launch, launch_whole, sequences
 from te_ops.registry import REGISTRY
 from te_ops.runtime import cache
 from te_ops.testing import assert_close
@@ -62,6 +62,35 @@ def test_a_packed_attention(hopper: FakeCudnn, kind: str) -> None:
         wanted = step(op, x, *extra)
     for a, b in zip(got, wanted, strict=True):
         assert_close(a.float(), b.float(), rtol=0.05, atol=0.03)
+
+
+def test_packed_without_gaps(hopper: FakeCudnn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issued as addresses, on request; each table of lengths is read."""
+    monkeypatch.setenv("TE_OPS_CUDNN_WHOLE", "1")
+    ran: list[int] = []
+    run = launch_whole.Whole.run
+    monkeypatch.setattr(
+        launch_whole.Whole, "run", lambda self, *xs: (ran.append(1), run(self, *xs))[1]
+    )
+    torch.manual_seed(0)
+    op = te.Attention(4, 2, return_lse=True, qkv_format="thd")
+    xs = [torch.randn(60, heads, 16).bfloat16() for heads in (4, 2, 2)]
+
+    def step(table: te.PackedSequences) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in xs]
+        o, lse = op(*leaves, table)
+        grads = torch.autograd.grad(o, leaves, torch.cos(o.detach().float()).to(o))
+        return [o, lse, *grads]
+
+    tables = [te.PackedSequences(lens) for lens in ([0, 5, 40, 60], [0, 17, 18, 60])]
+    step(tables[0])  # prepares
+    got = [step(table) for table in (*tables, tables[0])]
+    assert len(ran) == 6
+    with REGISTRY.without("cudnn."):
+        wanted = [step(table) for table in (*tables, tables[0])]
+    for mine, theirs in zip(got, wanted, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert_close(a.float(), b.float(), rtol=0.05, atol=0.03)
 
 
 def test_the_plan_says_who_runs_and_why_not(hopper: FakeCudnn) -> None:

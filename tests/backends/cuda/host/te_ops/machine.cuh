@@ -1,11 +1,13 @@
 // The host build's side of te_ops/machine.cuh: every GPU thread is a fiber; clusters (of one block, if none are
 // asked for) run one after another. TE_SHARED is one for all blocks, so kernels of clusters use dynamic_shared.
+//
+// Every kernel is a library that includes this, so no header of C++ comes in: these take longer than the kernel. What
+// runs the fibers is compiled once, from machine.cpp.
 #pragma once
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <ucontext.h>
-#include <vector>
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS  // math.h of C alone
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
 
 #define __device__
 #define __global__
@@ -17,10 +19,9 @@
 #define TE_SHARED static
 #define TE_FP8_INSTRUCTIONS 0
 
-inline float __int_as_float(int x) { float y; std::memcpy(&y, &x, 4); return y; }
-inline float __expf(float x) { return std::exp(x); }
+inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
+inline float __expf(float x) { return expf(x); }
 inline float __fdividef(float a, float b) { return a / b; }
-using std::signbit;
 
 namespace te {
 
@@ -35,20 +36,19 @@ struct Gate {
   int arrived = 0, generation = 0;
 };
 struct Host {
-  int threads = 0, current = 0, cluster = 1, shared = 0;  // threads of a block; the running fiber of the cluster
-  i64 grid = 0, first = 0;                                // blocks; the cluster's first
+  int threads, current, cluster, shared;  // threads of a block; the running fiber of the cluster
+  i64 grid, first;                        // blocks; the cluster's first
   Gate together;
-  std::vector<Gate> gates, groups;  // of each block, and of sixteen groups in each
-  std::vector<std::vector<u64>> memory;
-  std::vector<ucontext_t> contexts;
-  std::vector<char> done;
-  std::vector<int> warp_arrived, warp_generation;
-  std::vector<u32> slots;
-  ucontext_t main;
+  Gate *gates, *groups;  // of each block, and of sixteen groups in each
+  u64** memory;          // of each block
+  int *warp_arrived, *warp_generation;
+  u32* slots;  // of each fiber
 };
-inline Host host;
+extern Host host;
 
-inline void yield() { swapcontext(&host.contexts[host.current], &host.main); }
+void yield();
+void run_blocks(i64 grid, int threads, int shared, int cluster, void (*body)(const void*), const void* argument);
+
 inline int thread() { return host.current % host.threads; }
 inline int cluster_rank() { return host.current / host.threads; }
 inline i64 block() { return host.first + cluster_rank(); }
@@ -68,7 +68,7 @@ inline void group_barrier(int id, int threads) {
   if (id < 1 || id > 15 || threads % 32) __builtin_trap();
   wait_at(host.groups[16 * cluster_rank() + id], threads);
 }
-inline u8* dynamic_shared() { return (u8*)host.memory[cluster_rank()].data(); }
+inline u8* dynamic_shared() { return (u8*)host.memory[cluster_rank()]; }
 // A mailbox: bytes on their way (the low half, signed), whether they are expected, rounds.
 inline void settle(u64* mailbox, int bytes, bool arrive) {
   int* words = (int*)mailbox;
@@ -85,8 +85,8 @@ inline void send_to(int rank, float* own, u64* mailbox, float x) {
   const i64 offset = (u8*)own - dynamic_shared(), box = (u8*)mailbox - dynamic_shared();
   if (rank >= host.cluster || offset < 0 || offset + 4 > host.shared || box < 0 || box + 8 > host.shared || box % 8)
     __builtin_trap();
-  std::memcpy((u8*)host.memory[rank].data() + offset, &x, 4);
-  settle((u64*)((u8*)host.memory[rank].data() + box), -4, false);
+  memcpy((u8*)host.memory[rank] + offset, &x, 4);
+  settle((u64*)((u8*)host.memory[rank] + box), -4, false);
 }
 inline void wait_for_mail(u64* mailbox, int round) {
   while (((int*)mailbox)[1] / 2 % 2 == round) yield();
@@ -101,8 +101,8 @@ inline void warp_barrier() {
   }
 }
 
-inline u32 bits_of(float x) { u32 y; std::memcpy(&y, &x, 4); return y; }
-inline float float_of(u32 x) { float y; std::memcpy(&y, &x, 4); return y; }
+inline u32 bits_of(float x) { u32 y; memcpy(&y, &x, 4); return y; }
+inline float float_of(u32 x) { float y; memcpy(&y, &x, 4); return y; }
 inline void forget(i64&) {}
 inline u32 byte_perm(u32 a, u32 b, u32 selector) {
   const u64 both = ((u64)b << 32) | a;
@@ -114,26 +114,26 @@ inline float mul(float a, float b) { return a * b; }
 inline float add(float a, float b) { return a + b; }
 inline float sub(float a, float b) { return a - b; }
 inline float div(float a, float b) { return a / b; }
-inline int nearest_int(float a) { return (int)std::nearbyint(a); }
-inline float fma(float a, float b, float c) { return std::fmaf(a, b, c); }
-inline float inverse_sqrt(float a) { return 1.0f / std::sqrt(a); }
+inline int nearest_int(float a) { return (int)nearbyintf(a); }
+inline float fma(float a, float b, float c) { return fmaf(a, b, c); }
+inline float inverse_sqrt(float a) { return 1.0f / sqrtf(a); }
 inline float reciprocal(float a) { return 1.0f / a; }
 // x + y towards plus infinity: the FP64 sum and what its rounding lost decide.
 inline float sum_up(double x, double y) {
   const double sum = x + y, part = sum - x, lost = (x - (sum - part)) + (y - part);
   const float z = (float)sum;
-  return (double)z < sum || ((double)z == sum && lost > 0.0) ? std::nextafterf(z, INFINITY) : z;
+  return (double)z < sum || ((double)z == sum && lost > 0.0) ? nextafterf(z, INFINITY) : z;
 }
 inline float add_up(float a, float b) { return sum_up(a, b); }
 inline float fma_up(float a, float b, float c) { return sum_up((double)a * (double)b, c); }
 inline float saturated(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
 inline float mul_saturated(float a, float b) { return saturated(a * b); }
-inline float fma_saturated(float a, float b, float c) { return saturated(std::fmaf(a, b, c)); }
-inline float min_number(float a, float b) { return std::fmin(a, b); }
-inline float max_number(float a, float b) { return std::fmax(a, b); }
+inline float fma_saturated(float a, float b, float c) { return saturated(fmaf(a, b, c)); }
+inline float min_number(float a, float b) { return fminf(a, b); }
+inline float max_number(float a, float b) { return fmaxf(a, b); }
 inline float max_abs(float m, float x) {
   if (m != m || x != x) return float_of(0x7fffffffu);
-  return m > std::fabs(x) ? m : std::fabs(x);
+  return m > fabsf(x) ? m : fabsf(x);
 }
 
 inline void renew(u32&) {}
@@ -158,7 +158,7 @@ inline u32 larger_number_f16x2(u32 m, u32 x) { return larger_f16x2(m, without_na
 
 template <int N> inline void read_words(const void* p, u32 (&w)[N]) {
   if ((uintptr_t)p % sizeof(w)) __builtin_trap();
-  std::memcpy(w, p, sizeof(w));
+  memcpy(w, p, sizeof(w));
 }
 inline void read(const void* p, u32 (&w)[4]) { read_words(p, w); }
 inline void read(const void* p, u32 (&w)[2]) { read_words(p, w); }
@@ -168,15 +168,15 @@ inline void copy_async(void* to, const void* from, bool exists) {
   const i64 offset = (u8*)to - dynamic_shared();
   if (offset < 0 || offset + 16 > host.shared || offset % 16 || (exists && (uintptr_t)from % 16)) __builtin_trap();
   if (exists)
-    std::memcpy(to, from, 16);
+    memcpy(to, from, 16);
   else
-    std::memset(to, 0, 16);
+    memset(to, 0, 16);
 }
 inline void commit_copies() {}
 template <int N> inline void wait_copies() {}
 template <int N> inline void write_words(void* p, const u32 (&w)[N]) {
   if ((uintptr_t)p % sizeof(w)) __builtin_trap();
-  std::memcpy(p, w, sizeof(w));
+  memcpy(p, w, sizeof(w));
 }
 inline void write(void* p, const u32 (&w)[4]) { write_words(p, w); }
 inline void write(void* p, const u32 (&w)[2]) { write_words(p, w); }
@@ -184,13 +184,13 @@ inline void write(void* p, const u32 (&w)[2]) { write_words(p, w); }
 inline void write_shared(void* p, const u32 (&w)[4]) { write_words(p, w); }
 inline void write_shared(void* p, const u32 (&w)[2]) { write_words(p, w); }
 inline void prefetch(const void* p) { static volatile char seen; seen = *(const volatile char*)p; }  // it must exist
-inline float widen_f16(u16 x) { _Float16 y; std::memcpy(&y, &x, 2); return (float)y; }
+inline float widen_f16(u16 x) { _Float16 y; memcpy(&y, &x, 2); return (float)y; }
 inline u32 bits_bf16(float x) {
   u32 u = bits_of(x);
   if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
   return (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
 }
-inline u32 bits_f16(float x) { _Float16 y = (_Float16)x; u16 b; std::memcpy(&b, &y, 2); return b; }
+inline u32 bits_f16(float x) { _Float16 y = (_Float16)x; u16 b; memcpy(&b, &y, 2); return b; }
 inline u32 narrow_bf16x2(float low, float high) { return bits_bf16(low) | (bits_bf16(high) << 16); }
 inline u32 narrow_f16x2(float low, float high) { return bits_f16(low) | (bits_f16(high) << 16); }
 
@@ -218,56 +218,5 @@ inline u32 warp_max(u32 x) {
   return x;
 }
 inline void global_max(u32* p, u32 x) { *p = *p > x ? *p : x; }
-
-template <class Body> struct Runner {
-  static inline const Body* body;
-  static void enter() {
-    (*body)();
-    host.done[host.current] = 1;
-    yield();
-  }
-};
-
-template <class Body> void run_blocks(i64 grid, int threads, int shared, int cluster, const Body& body) {
-  constexpr size_t STACK = 65536;
-  static std::vector<char> stacks;
-  const int fibers = threads * cluster;
-  stacks.resize(STACK * fibers);
-  Runner<Body>::body = &body;
-  host.threads = threads;
-  host.cluster = cluster;
-  host.shared = shared;
-  host.grid = grid;
-  host.contexts.resize(fibers);
-  host.slots.resize(fibers);
-  if (grid % cluster) __builtin_trap();
-  for (i64 b = 0; b < grid; b += cluster) {
-    host.first = b;
-    host.together = Gate();
-    host.gates.assign(cluster, Gate());
-    host.groups.assign(16 * cluster, Gate());
-    host.memory.assign(cluster, std::vector<u64>((shared + 7) / 8 + 2, 0x7fc00000ffffffffull));
-    host.done.assign(fibers, 0);
-    host.warp_arrived.assign(fibers / 32, 0);
-    host.warp_generation.assign(fibers / 32, 0);
-    for (int t = 0; t < fibers; ++t) {
-      ucontext_t& c = host.contexts[t];
-      getcontext(&c);
-      c.uc_stack.ss_sp = stacks.data() + STACK * t;
-      c.uc_stack.ss_size = STACK;
-      c.uc_link = &host.main;
-      makecontext(&c, (void (*)())Runner<Body>::enter, 0);
-    }
-    for (int left = fibers; left > 0;) {
-      left = 0;
-      for (int t = 0; t < fibers; ++t) {
-        if (host.done[t]) continue;
-        ++left;
-        host.current = t;
-        swapcontext(&host.main, &host.contexts[t]);
-      }
-    }
-  }
-}
 
 }  // namespace te
