@@ -29,9 +29,12 @@ from te_ops.backends.cutlass.pool import Pool
 from te_ops.backends.cutlass.spec import GemmSpec
 from te_ops.errors import Error, PlanError
 
-TENSOR = {"sm_90a": ("HGMMA", "QGMMA"), "sm_100a": ("UTCHMMA", "UTCQMMA")}
-"""The instruction of 16-bit and of FP8 products."""
-FP8 = ("e4m3", "e5m2")
+TENSOR = {
+    "sm_90a": {16: "HGMMA", 8: "QGMMA"},
+    "sm_100a": {16: "UTCHMMA", 8: "UTCQMMA", 4: "UTCOMMA"},
+}
+"""The instruction of products, by the bits of an element."""
+BITS = {"e4m3": 8, "e5m2": 8, "e2m1": 4}
 _INSTRUCTION = re.compile(
     r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE
 )
@@ -75,8 +78,12 @@ def disassembler() -> str:
     return found
 
 
-def instructions(code: bytes) -> list[str]:
-    """The names of all instructions of machine code, in order."""
+_SCALED = re.compile(r"\s(UTC[QO]MMA)\b[^\n]* idesc\[\w+\], tmem\[")
+"""A product that reads scales of blocks, which lie in the tensor cores' memory."""
+
+
+def listing(code: bytes) -> str:
+    """The text of machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
@@ -89,7 +96,7 @@ def instructions(code: bytes) -> list[str]:
         )
     if done.returncode:
         raise PlanError(f"nvdisasm fails: {done.stderr.strip()}")
-    return _INSTRUCTION.findall(done.stdout)
+    return done.stdout
 
 
 def examine(name: str, spec: GemmSpec, arch: str, data: bytes) -> Report:
@@ -97,14 +104,15 @@ def examine(name: str, spec: GemmSpec, arch: str, data: bytes) -> Report:
     target = versions.target(arch)
     code = gemm.device_code(data)
     registers, stack, _ = resources(code)
-    found = instructions(code)
-    wanted = TENSOR[target][spec.a in FP8]
+    text = listing(code)
+    found = _INSTRUCTION.findall(text)
+    wanted = TENSOR[target][BITS.get(spec.a, 16)]
     return Report(
         name,
         target,
         registers,
         stack,
-        sum(each == wanted for each in found),
+        sum(each == wanted for each in (_SCALED.findall(text) if spec.blocks else found)),
         sum(each in ("STL", "LDL") for each in found),
         len(code),
     )

@@ -22,9 +22,9 @@ import te_ops
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "te_ops"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-VENDORS = ("cuda", "cudnn", "cutlass", "jax", "nvmath", "quack", "triton")
+VENDORS = ("cuda", "cudnn", "cutlass", "flash_attn", "jax", "nvmath", "quack", "triton")
 # Folders whose modules may import what need not be here.
-VENDORED = {"cublas", "cuda", "cudnn", "cutlass", "integrations", "jax"}
+VENDORED = {"cublas", "cuda", "cudnn", "cutlass", "flash", "integrations", "jax"}
 MISSING = "needs {} (the dev extra)"
 
 BLOCK = f"""

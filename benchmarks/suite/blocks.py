@@ -182,7 +182,8 @@ class _Turning(nn.Module):
 def transformer_engine(layer: Layer, length: int, device: torch.device) -> nn.Module:
     """Transformer Engine's TransformerLayer, its fused weight with interleaved rows as is its default: see `rows_of`.
 
-    It has no other attention than a fused one to fall back to, silently, which would be no peer.
+    Its unfused attention, which it would take without a word where it finds no fused one, is no peer: without it the
+    call fails. It chooses at every forward, in every recipe and in graphs, so this holds for the process.
     """
     os.environ["NVTE_UNFUSED_ATTN"] = "0"
     library = importlib.import_module("transformer_engine.pytorch")

@@ -166,14 +166,14 @@ def memory(arm: Arm) -> dict[str, int] | None:
 
 def saved(arm: Arm) -> int:
     """Bytes that backward keeps: unique memory seen by saved-tensor hooks, without parameters, the input's gradient
-    and copies of weights (as many FP8 codes as a weight has elements)."""
+    and copies of weights (FP8 codes in the shape of a weight, or of its transpose)."""
     own = {p.untyped_storage().data_ptr() for p in arm.parameters}
-    counts = {p.numel() for p in arm.parameters if p.dim() > 1}
+    shapes = {s for p in arm.parameters if p.dim() > 1 for s in (p.shape, p.shape[::-1])}
     found: dict[int, int] = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         memory = x.untyped_storage()
-        copied = x.element_size() == 1 and x.numel() in counts
+        copied = x.element_size() == 1 and x.shape in shapes
         if x.device.type == arm.data.device.type and memory.data_ptr() not in own and not copied:
             found[memory.data_ptr()] = memory.nbytes()
         return x

@@ -1,7 +1,8 @@
 """Marked regions of the pages, filled from the JSON of runs: a figure is never typed.
 
 A region starts with `<!-- bench: NAME -->` and ends with `<!-- end -->`, each on a line of its own. Names: `machine`,
-a pipeline's name, `streams`, `targets`, `missed`, `kernels` (the report of scripts/kernel_report.py).
+a pipeline's name, `streams`, `fused`, `attention`, `targets`, `missed`, `kernels` (the report of
+scripts/kernel_report.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from . import report, targets
 
 _REGION = re.compile(r"(<!-- bench: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_PARTS = ("pipelines", "streams", "fused", "attention", "providers")
 _SAME = ("commit", "torch", "cuda", "device", "transformer_engine")
 
 
@@ -25,7 +27,7 @@ def merge(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not runs:
         raise ValueError("there are no results to merge")
     first = runs[0]
-    made: dict[str, Any] = {**first, "pipelines": {}, "streams": {}, "providers": {}}
+    made: dict[str, Any] = {**first, **{part: {} for part in _PARTS}}
     commands: list[str] = []
     for run in runs:
         for key in _SAME:
@@ -37,8 +39,8 @@ def merge(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if run["settings"]["regime"] != first["settings"]["regime"]:
             raise ValueError("one run is sustained, another burst")
         commands.append(run["machine"]["command"])
-        for part in ("pipelines", "streams", "providers"):
-            made[part] |= run[part]
+        for part in _PARTS:
+            made[part] |= run.get(part, {})
     made["machine"] = {**first["machine"], "command": "; ".join(dict.fromkeys(commands))}
     return made
 
@@ -51,7 +53,13 @@ def regions(results: Mapping[str, Any]) -> dict[str, str]:
         name = title.partition(":")[0]
         if name in results["pipelines"]:
             found[name] = f"**{title}**\n\n{report.markdown_table(rows)}"
-    named = {"memory-bound groups": "streams", "targets": "targets", "missed": "missed"}
+    named = {
+        "memory-bound groups": "streams",
+        "fused GEMMs": "fused",
+        "attention": "attention",
+        "targets": "targets",
+        "missed": "missed",
+    }
     found |= {
         region: report.markdown_table(tables[title])
         for title, region in named.items()

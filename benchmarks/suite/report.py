@@ -22,6 +22,8 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
         found.append(_streams(results["streams"]))
     if results.get("fused"):
         found.append(_fused(results["fused"]))
+    if results.get("attention"):
+        found.append(_attention(results["attention"]))
     on_cpu = results["machine"]["device"] == "CPU"  # the targets are a GPU's
     verdicts = [] if on_cpu else targets.judge(results, measured_only=True)
     if verdicts:
@@ -131,6 +133,36 @@ def _fused(rows: Mapping[str, Any]) -> Table:
             ]
         )
     return "fused GEMMs", table
+
+
+_WHAT = {
+    "peer": "of the best of torch",
+    "fp8": "BF16 / FP8 time",
+    "tile": "a tile, of causal",
+    "host": "us of the host",
+}
+
+
+def _attention(rows: Mapping[str, Any]) -> Table:
+    table = [
+        ["case", "kernels", "us forward", "us backward", "forward", "backward", "figure", "error"]
+    ]
+    for name, row in rows.items():
+        if "failed" in row:
+            table.append([name, "failed: " + row["failed"][:90]] + [""] * (len(table[0]) - 2))
+            continue
+        us = (row["us"].get(side, {}) for side in ("forward", "backward"))
+        table.append(
+            [
+                name,
+                " ".join(dict.fromkeys(k.partition(".")[0] for k in row["kernels"].values())),
+                *(" / ".join(f"{k} {t:.0f}" for k, t in found.items()) for found in us),
+                *(_number(row.get(side)) for side in ("forward", "backward")),
+                _WHAT[row["of"]],
+                f"{row['error']:.1e}",
+            ]
+        )
+    return "attention", table
 
 
 def _targets(verdicts: Sequence[Mapping[str, Any]]) -> Table:

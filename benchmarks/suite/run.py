@@ -18,7 +18,8 @@ import torch
 from te_ops import warmup
 from te_ops.runtime.tune import tune
 
-from . import data, fused, machine, measure, peers, streams
+from . import attention, data, fused, machine, measure, peers, streams
+from .attention import Attend
 from .data import Case, Stream
 from .fused import Fused
 from .peers import Arm, Data, Provider, Unsupported
@@ -76,16 +77,18 @@ class Run:
             part.replace(path)
 
 
-def expand(names: Iterable[str]) -> list[Case | Stream | Fused]:
-    """Cases, streams and fused groups by name or preset, in the order given, each once.
+def expand(names: Iterable[str]) -> list[Case | Stream | Fused | Attend]:
+    """Cases, streams, fused groups and attentions by name or preset, in the order given, each once.
 
     Raises:
         KeyError: a name is none.
     """
-    known: dict[str, Case | Stream | Fused] = {c.name: c for c in data.CASES}
+    known: dict[str, Case | Stream | Fused | Attend] = {c.name: c for c in data.CASES}
     known |= {s.name: s for s in data.STREAMS} | {f.name: f for f in fused.CASES}
+    known |= {a.name: a for a in attention.CASES}
     presets = {**data.PRESETS, "fused": tuple(f.name for f in fused.CASES)}
-    wanted: dict[str, Case | Stream | Fused] = {}
+    presets["attention"] = tuple(a.name for a in attention.CASES)
+    wanted: dict[str, Case | Stream | Fused | Attend] = {}
     for name in names:
         if name not in known and name not in presets:
             raise KeyError(name)
@@ -111,6 +114,7 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> dict[str, Any
             "pipelines": {},
             "streams": {},
             "fused": {},
+            "attention": {},
         }
         sustained = settings.regime == "sustained"
         machine.heat(device, min(3.0, settings.budget / 20) if sustained else 0.0)
@@ -121,6 +125,8 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> dict[str, Any
                 table, entry = "pipelines", _guarded(current, case, _pipeline)
             elif isinstance(case, Fused):
                 table, entry = "fused", _guarded(current, case, _fused)
+            elif isinstance(case, Attend):
+                table, entry = "attention", _guarded(current, case, _attention)
             else:
                 table, entry = "streams", _guarded(current, case, _stream)
             if entry is None:
@@ -360,3 +366,14 @@ def _fused(current: Run, case: Fused) -> dict[str, Any] | None:
         return None
     seconds = min(2.0, max(0.5, 0.2 * current.left()))
     return fused.measure(case, settings.device, least=settings.rounds, seconds=seconds)
+
+
+# -- attention
+
+
+def _attention(current: Run, case: Attend) -> dict[str, Any]:
+    device = current.settings.device
+    if device.type != "cuda":
+        case = case.smaller(64)  # correct, and of no use as a figure
+    seconds = min(2.0, max(0.5, 0.2 * current.left()))
+    return attention.measure(case, device, least=current.settings.rounds, seconds=seconds)

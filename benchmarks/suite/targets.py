@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import fused
+from . import attention, fused
 
 TE = ("te-module", "te-ops")
 FP8 = ("delayed", "current", "block")
@@ -217,6 +217,25 @@ def _of_group(name: str, figure: str) -> Callable[[Results], float | None]:
     return lambda results: results.get("fused", {}).get(name, {}).get(figure)
 
 
+def _attention() -> Iterator[Target]:
+    whose = {
+        "peer": "time of the best of torch's kernels",
+        "fp8": "BF16 time of the FP8 kernel's",
+        "tile": "time a tile of causal attention's",
+        "host": "time of the host",
+    }
+    for case in attention.CASES:
+        for side, limit in zip(attention.SIDES, case.limits, strict=True):
+            if limit is not None:
+                yield Target(f"{case.name}, {side}: {whose[case.of]}", limit,
+                             _of_attention(case.name, side), least=case.of == "fp8",
+                             unit="us" if case.of == "host" else "")  # fmt: skip
+
+
+def _of_attention(name: str, side: str) -> Callable[[Results], float | None]:
+    return lambda results: results.get("attention", {}).get(name, {}).get(side)
+
+
 def judge(results: Results, *, measured_only: bool = False) -> list[dict[str, Any]]:
     """Every target with its figure and verdict; those of streams only for streams that were measured."""
     targets = (
@@ -225,6 +244,7 @@ def judge(results: Results, *, measured_only: bool = False) -> list[dict[str, An
         *_small(),
         *_rest(),
         *_fused(),
+        *_attention(),
         *_streams(results.get("streams", {})),
     )
     found = [t.judge(results) for t in targets]

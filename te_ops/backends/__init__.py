@@ -7,7 +7,7 @@ from typing import Any
 
 from te_ops.registry import REGISTRY
 
-CUDA = ("cublas", "cuda", "cudnn", "cutlass", "sdpa", "twin")
+CUDA = ("cublas", "cuda", "cudnn", "cutlass", "flash", "sdpa", "twin")
 
 
 def register_cuda() -> None:

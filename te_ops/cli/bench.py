@@ -147,12 +147,13 @@ def _peers(text: str | None) -> tuple[str, ...] | None:
 
 
 def _listing() -> str:
-    data, fused, peers, streams = (suite(n) for n in ("data", "fused", "peers", "streams"))
+    names = ("attention", "data", "fused", "peers", "streams")
+    attention, data, fused, peers, streams = (suite(n) for n in names)
     lines = ["cases"]
     lines += [f"  {c.name:<30}{c.about}, {c.rows} rows" for c in data.CASES]
     lines += [f"  {s.name:<30}{s.about}, {s.rows} x {s.columns}" for s in data.STREAMS]
-    lines += [f"  {f.name:<30}{f.about}" for f in fused.CASES]
-    presets = {**data.PRESETS, "fused": fused.CASES}
+    lines += [f"  {c.name:<30}{c.about}" for c in (*fused.CASES, *attention.CASES)]
+    presets = {**data.PRESETS, "fused": fused.CASES, "attention": attention.CASES}
     lines += ["presets", *(f"  {name:<30}{len(cases)} cases" for name, cases in presets.items())]
     lines += ["recipes", "  " + ", ".join(data.RECIPES)]
     lines += ["providers of pipelines (* only when named)"]
@@ -164,7 +165,9 @@ def _listing() -> str:
 def _failed(results: Any) -> bool:
     """Whether a case, or te_ops in one, failed; a peer's failure is the peer's."""
     entries = [
-        found for table in ("pipelines", "streams", "fused") for found in results[table].values()
+        found
+        for table in ("pipelines", "streams", "fused", "attention")
+        for found in results[table].values()
     ]
     arms = [
         found

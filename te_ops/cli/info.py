@@ -31,6 +31,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "cuda": ("cuda.bindings",),
     "cutlass": ("cutlass", "quack"),
     "cudnn": ("cudnn",),
+    "flash": ("flash_attn",),
 }
 
 CACHES = {

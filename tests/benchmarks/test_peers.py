@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
-from benchmarks.suite import data, peers
+from benchmarks.suite import blocks, data, peers
 
 CPU = torch.device("cpu")
 OURS, TORCH = (next(p for p in peers.PROVIDERS if p.name == n) for n in ("te_ops", "torch"))
@@ -75,3 +81,29 @@ def test_all_arms_hold_the_same_weights() -> None:
         assert all(map(torch.equal, arm.parameters, drawn.weights))
     with pytest.raises(RuntimeError, match="do not fit"):
         peers._copy(arms[0].parameters[:-1], drawn)
+
+
+@pytest.mark.parametrize("name", ["layer", "layer_small"])
+def test_transformer_engine_cannot_fall_back_to_unfused_attention(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choice is made at each call, from the environment as it is then."""
+    seen: list[str | None] = []
+
+    class Layer(nn.Module):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__()
+
+        def forward(self, x: torch.Tensor, rotary_pos_emb: torch.Tensor) -> torch.Tensor:
+            seen.append(os.environ.get("NVTE_UNFUSED_ATTN"))
+            return x
+
+    library = ModuleType("transformer_engine.pytorch")
+    library.TransformerLayer = Layer  # type: ignore[attr-defined]
+    library.RotaryPositionEmbedding = lambda *_, **__: lambda length: torch.zeros(length)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", library)
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "1")
+    layer = next(c for c in data.CASES if c.name == name).layers[0]
+    made = blocks.transformer_engine(layer, 8, CPU)
+    made(torch.zeros(1, 8, layer.width))
+    assert seen == ["0"]

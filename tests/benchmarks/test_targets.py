@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.suite import data, fused, targets
+from benchmarks.suite import attention, data, fused, targets
 
 
 def arm(ms: float, **more: Any) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def test_figure_and_verdict(name: str, figure: float | None, verdict: str) -> No
 
 def test_targets_name_cases_that_exist() -> None:
     names = [t.split(":")[0].split(",")[0] for t in verdicts()]
-    known = {x.name for x in (*data.CASES, *data.STREAMS, *fused.CASES)}
+    known = {x.name for x in (*data.CASES, *data.STREAMS, *fused.CASES, *attention.CASES)}
     assert set(names) <= known
     assert len(set(verdicts())) == len(targets.judge(results()))
 

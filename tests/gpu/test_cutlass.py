@@ -105,12 +105,13 @@ def test_a_training_step_equals_that_of_separate_kernels(name: str, made: te.Rec
 
 
 def test_gradients_are_added_to_main_grad() -> None:
-    model = te.Sequential(te.Linear(64, 128, bias=False, accumulate_into_main_grad=True))
-    model = model.to(CUDA).bfloat16()
-    weight: Any = model[0].weight
+    made = te.Sequential(te.Linear(64, 128, bias=False, accumulate_into_main_grad=True))
+    made = made.to(CUDA).bfloat16()
     x = torch.randn(160, 64, device=CUDA, dtype=BF16)
     totals = []
     for mode in ("off", "prefer"):
+        model = copy.deepcopy(made)  # a call of delayed scaling leaves its scales to the next
+        weight: Any = model[0].weight
         weight.main_grad = torch.ones(128, 64, device=CUDA)
         with choices.forced(mode), te.autocast(recipe=DELAYED):
             y = model(x)

@@ -17,8 +17,11 @@ import torch
 from torch import nn
 
 import te_ops as te
+from te_ops.backends.cutlass import runtime
+from te_ops.runtime.cache import arch_of
 from tests.faults import cases
 from tests.faults.cases import Case, Result
+from tests.gpu import test_cutlass_kernels
 from tests.gpu.sync import allocated, held
 
 RECIPES: dict[str, te.Recipe | None] = {
@@ -29,6 +32,7 @@ RECIPES: dict[str, te.Recipe | None] = {
     "mxfp8": te.recipe.MXFP8BlockScaling(),
     "nvfp4": te.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
+CUDA = torch.device("cuda", 0)
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 
 
@@ -312,6 +316,24 @@ def test_k25_a_pipeline_costs_at_most_half_more_than_torchs(grad: bool) -> None:
     with torch.set_grad_enabled(grad):
         a, b = host_time(lambda: ours(x)), host_time(lambda: theirs(x))
     assert a <= 1.5 * b, f"{a * 1e6:.1f} us against {b * 1e6:.1f} us"
+
+
+def test_k25_a_launch_of_a_compiled_gemm_is_bound_beforehand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """B132: whatever the DSL's version does around a call, a launch costs no more than three of torch.mm."""
+    reason = runtime.missing() or (arch_of(CUDA) != "sm_90" and "the kernels are for sm_90") or None
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setenv("TE_OPS_JIT", "sync")
+    spec = test_cutlass_kernels.specs("bias gelu", "fast")[0]
+    assert runtime.wait([spec], "sm_90", CUDA)[spec] is None
+    run = runtime.kernel(spec, "sm_90", CUDA)
+    a, b, given = test_cutlass_kernels.operands(spec, (144, 272, 144))
+    x = torch.randn(144, 144, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty_like(x)
+    ours, theirs = host_time(lambda: run(a, b, **given)), host_time(lambda: torch.mm(x, x, out=out))
+    assert ours <= 3 * theirs, f"{ours * 1e6:.1f} us against {theirs * 1e6:.1f} us"
 
 
 # -- K26: memory

@@ -28,7 +28,7 @@ def _steps(rank: int) -> list[list[bool]]:
     """Which kernels each step used: rank 1 is slow with one of them, and fails with the other."""
     compiler = Compiler()
     pool = Pool(compiler, os.getpid())
-    runtime.compiler = lambda: compiler
+    runtime.compiler = lambda *_: compiler
     runtime.prepare = lambda: None
     runtime.Pool = lambda arch, most: pool  # type: ignore[assignment]
     selftest.KINDS.clear()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from te_ops.backends.cutlass import cache, manifest, versions
+from te_ops.backends.cutlass.family import FAMILIES
 from te_ops.backends.cutlass.pool import Pool, workers
 from te_ops.backends.cutlass.spec import GemmSpec
 from te_ops.backends.cutlass.status import read
@@ -68,20 +69,32 @@ def count(text: str) -> int:
     return int(text)
 
 
-def _specs(options: argparse.Namespace, arch: str) -> dict[str, GemmSpec]:
+def _specs(options: argparse.Namespace, arch: str) -> dict[str, Any]:
     if options.spec is None:
         return manifest.rows(options.model, arch=arch, every=options.all_tilings)
     try:
         found = json.loads(options.spec.read_text())
     except (OSError, ValueError) as error:
         raise PlanError(f"--spec {options.spec}: {error}") from error
-    made = [GemmSpec.from_dict(each) for each in _listed(found)]
-    return {**manifest.rows((), arch=arch), **{manifest.name_of(spec): spec for spec in made}}
+    made = list(_listed(found))
+    return {**manifest.rows((), arch=arch), **{_name(spec): spec for spec in made}}
 
 
-def _listed(found: Any) -> Iterator[dict[str, Any]]:
+def _name(spec: Any) -> str:
+    return manifest.name_of(spec) if isinstance(spec, GemmSpec) else f"{spec.text} {spec.key[:8]}"
+
+
+def _listed(found: Any) -> Iterator[Any]:
+    """The specs of a file: as they are, or as they lie beside a compiled kernel."""
     for each in found if isinstance(found, list) else [found]:
-        yield each["spec"] if isinstance(each, dict) and "spec" in each else each
+        family, values = "gemm", each
+        if isinstance(each, dict) and "spec" in each:
+            family, values = each.get("family", family), each["spec"]
+        if family not in FAMILIES:
+            raise PlanError(
+                f"a spec of the family {family!r}, of which there are {', '.join(FAMILIES)}"
+            )
+        yield FAMILIES[family].read(values)
 
 
 def _folder(options: argparse.Namespace, *, make: bool) -> Path | None:
@@ -96,7 +109,7 @@ def _folder(options: argparse.Namespace, *, make: bool) -> Path | None:
     return folder
 
 
-def _list(specs: dict[str, dict[str, GemmSpec]], folder: Path | None) -> int:
+def _list(specs: dict[str, dict[str, Any]], folder: Path | None) -> int:
     for arch, rows in specs.items():
         for name, spec in rows.items():
             there = folder is not None and cache.whole(folder, cache.key_of(spec, arch)) is not None
@@ -104,7 +117,7 @@ def _list(specs: dict[str, dict[str, GemmSpec]], folder: Path | None) -> int:
     return 0
 
 
-def _compile(specs: dict[str, dict[str, GemmSpec]], folder: Path | None, processes: int) -> int:
+def _compile(specs: dict[str, dict[str, Any]], folder: Path | None, processes: int) -> int:
     if folder is None:
         raise PlanError("TE_OPS_AOT_DIR is off: name a folder by --out")
     failed = 0
@@ -120,17 +133,17 @@ def _compile(specs: dict[str, dict[str, GemmSpec]], folder: Path | None, process
 
 
 def compile_all(
-    specs: dict[str, GemmSpec], arch: str, folder: Path, pool: Pool
-) -> dict[str, tuple[GemmSpec, Future[Path]]]:
+    specs: dict[str, Any], arch: str, folder: Path, pool: Pool
+) -> dict[str, tuple[Any, Future[Path]]]:
     """Start to compile what is not in the folder yet."""
 
-    def start(spec: GemmSpec) -> Future[Path]:
+    def start(spec: Any) -> Future[Path]:
         return pool.submit(lambda compiler: cache.make(spec, arch, folder, compiler))
 
     return {name: (spec, start(spec)) for name, spec in specs.items()}
 
 
-def _finish(arch: str, folder: Path, started: dict[str, tuple[GemmSpec, Future[Path]]]) -> int:
+def _finish(arch: str, folder: Path, started: dict[str, tuple[Any, Future[Path]]]) -> int:
     """Wait, write the index, and say which failed; how many."""
     keys: dict[str, str] = {}
     for name, (spec, future) in started.items():

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from te_ops import config
-from te_ops.backends.cutlass.spec import GemmSpec
+from te_ops.backends.cutlass.family import FAMILIES, Spec
 from te_ops.backends.cutlass.versions import target, versions
 from te_ops.errors import PlanError
 from te_ops.runtime.disk import locked, own_folder, put
 
 FORMAT = 1
-COMPILER = "gemm"  # the module that compiles; what it imports of this package is in every key
+COMPILER = "gemm"  # the module that compiles GEMMs; what it imports of this package is in every key
 _DIGEST = 20
 
 
@@ -33,22 +33,30 @@ _DIGEST = 20
 
 
 @functools.cache
-def source_hash() -> str:
-    """A digest of the modules of this package that decide what is compiled."""
-    return hash_of(Path(__file__).parent)
+def source_hash(family: str = "gemm") -> str:
+    """A digest of the modules that decide what is compiled, as they were when it was first asked for."""
+    return source_now(family)
 
 
-def hash_of(folder: Path, start: str = COMPILER) -> str:
-    """A digest of a module in a folder and of all modules of this package that it imports, directly or not."""
+def source_now(family: str = "gemm") -> str:
+    """The same of the files as they are now."""
+    found = FAMILIES[family]
+    folder = Path(__file__).parents[1] / found.package.rpartition(".")[2]
+    return hash_of(folder, found.compiler, found.package)
+
+
+def hash_of(folder: Path, start: str = COMPILER, package: str = "") -> str:
+    """A digest of a module in a folder and of all modules of its package that it imports, directly or not."""
     digest = hashlib.blake2b(digest_size=_DIGEST)
-    for path in sorted(closure(folder, start)):
+    for path in sorted(closure(folder, start, package)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
-def closure(folder: Path, start: str) -> set[Path]:
-    """Files of the modules that a module needs of this package, with its own; also imports inside of functions."""
-    package = f"{__package__}."
+def closure(folder: Path, start: str, package: str = "") -> set[Path]:
+    """Files of the modules that a module needs of its package ("": this one), with its own; also imports inside of
+    functions."""
+    package = f"{package or __package__}."
     todo, found = [start], set()
     while todo:
         path = folder / f"{todo.pop()}.py"
@@ -74,9 +82,10 @@ def _names(tree: ast.AST) -> set[str]:
     return names
 
 
-def key_of(spec: GemmSpec, arch: str) -> str:
+def key_of(spec: Spec, arch: str) -> str:
     """What identifies a compiled kernel."""
-    parts = (spec.key, target(arch), source_hash(), json.dumps(versions(), sort_keys=True))
+    found = versions(FAMILIES[spec.family].packages)
+    parts = (spec.key, target(arch), source_hash(spec.family), json.dumps(found, sort_keys=True))
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=_DIGEST).hexdigest()
 
 
@@ -120,7 +129,7 @@ def aot_folder() -> Path | None:
 # -- objects
 
 
-def find(spec: GemmSpec, arch: str) -> Path | None:
+def find(spec: Spec, arch: str) -> Path | None:
     """The object of a spec, in the ahead-of-time folder or else in the cache; None if neither has it whole."""
     key = key_of(spec, arch)
     for folder in (aot_folder(), cache_folder(make=False)):
@@ -140,9 +149,7 @@ def whole(folder: Path, key: str) -> Path | None:
     return path if same else None
 
 
-def make(
-    spec: GemmSpec, arch: str, folder: Path, compile_to: Callable[[GemmSpec, Path], None]
-) -> Path:
+def make(spec: Spec, arch: str, folder: Path, compile_to: Callable[[Any, Path], None]) -> Path:
     """The object of a spec in a folder; compiled if it is not there whole, by one process of the machine.
 
     Others wait for that one; if it dies, the next one takes its place (the system gives its lock back).
@@ -166,13 +173,14 @@ def make(
         return path
 
 
-def _info(spec: GemmSpec, arch: str, data: bytes, seconds: float) -> bytes:
+def _info(spec: Spec, arch: str, data: bytes, seconds: float) -> bytes:
     found: dict[str, Any] = {
         "format": FORMAT,
         "digest": _digest(data),
         "arch": target(arch),
-        "versions": versions(),
-        "source": source_hash(),
+        "family": spec.family,
+        "versions": versions(FAMILIES[spec.family].packages),
+        "source": source_hash(spec.family),
         "seconds": round(seconds, 2),
         "spec": spec.to_dict(),
     }

@@ -92,7 +92,9 @@ def place(device: torch.device, arch: str) -> str:
 def kind(spec: GemmSpec) -> str:
     """What a kernel does, whatever its function is: a measurement of one serves those of the same kind."""
     product = f"{spec.a}*{spec.b}"
-    if spec.scaled:
+    if spec.blocks:
+        product += f" 1x{spec.blocks}"
+    elif spec.scaled:
         product += " fast" if spec.fast else " split"
     majors = f"{spec.a_major}{spec.b_major}"
     return " ".join([product, *([majors] if majors != "kk" else []), _epilogue(spec.epilogue)])
@@ -136,7 +138,7 @@ def tuned_key(named: str, shape: Extents) -> str:
 
 def text_of(tiling: Tiling) -> str:
     """E.g. "128x192 2x1 pingpong"."""
-    schedule = "pingpong" if tiling.pingpong else "cooperative"
+    schedule = "pingpong" if tiling.pingpong else "apart" if tiling.apart else "cooperative"
     return f"{tiling.m}x{tiling.n} {tiling.cluster_m}x{tiling.cluster_n} {schedule}"
 
 
@@ -145,7 +147,7 @@ def tiling_of(text: str) -> Tiling:
     tile, cluster, schedule = text.split()
     m, n = map(int, tile.split("x"))
     cluster_m, cluster_n = map(int, cluster.split("x"))
-    return Tiling(m, n, cluster_m, cluster_n, schedule == "pingpong")
+    return Tiling(m, n, cluster_m, cluster_n, schedule == "pingpong", schedule == "apart")
 
 
 # -- choosing

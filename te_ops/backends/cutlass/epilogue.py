@@ -22,6 +22,7 @@ TYPES: dict[str, Any] = {
     "fp16": cutlass.Float16,
     "e4m3": cutlass.Float8E4M3FN,
     "e5m2": cutlass.Float8E5M2,
+    "e2m1": cutlass.Float4E2M1FN,
 }
 
 
@@ -146,9 +147,7 @@ class Loop:
             self.thread,
             self.fragment.layout,
         )
-        if self.copy_in is not None:
-            for coord in self.subtiles[: self.ahead]:
-                self._start(coord)
+        self._begin()
         for turn in range(len(self.subtiles)):
             self._subtile(turn)
         self.gemm.epi_end(
@@ -162,6 +161,12 @@ class Loop:
             self.thread,
         )
         return self.reading, self.loading
+
+    def _begin(self) -> None:
+        """Starts the loads of the first subtiles."""
+        if self.copy_in is not None:
+            for coord in self.subtiles[: self.ahead]:
+                self._start(coord)
 
     def _subtile(self, turn: int) -> None:
         gemm, coord = self.gemm, self.subtiles[turn]
@@ -221,8 +226,11 @@ class Loop:
         return found
 
     def _release(self, turn: int) -> None:
-        """Gives the subtile's loads back, and starts those that take their place."""
-        cute.arch.fence_view_async_shared()
+        """Gives the subtile's loads back, and starts those that take their place.
+
+        No fence stands between what was read here and the copy engine's next write: the values have been used. It would
+        wait for the thread's writes to global memory too, which take longer than a subtile.
+        """
         self.loads.consumer_release(self.reading)
         self.reading.advance()
         if turn + self.ahead < len(self.subtiles):

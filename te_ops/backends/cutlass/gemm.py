@@ -98,11 +98,12 @@ def main_output(epilogue: Epilogue) -> str | None:
 def load(path: Path, spec: GemmSpec) -> Callable[..., None]:
     """The kernel in an object file, as a function for the current device.
 
-    It is `run(a, b, *, scale_a, scale_b, loads, acc, y, row, col, scale, scale_inv, amax, sums)`, of which a spec wants
-    the arguments that it names; all results are the caller's tensors. It launches on torch's current stream.
+    It is `run(a, b, *, scale_a, scale_b, loads, acc, y, row, col, scale, scale_inv, amax, sums, blocks_a, blocks_b)`,
+    of which a spec wants the arguments that it names; all results are the caller's tensors. It launches on torch's
+    current stream.
 
-        a: [M, K], M >= 1.
-        b: [N, K]; of a paired accumulator the gate rows, then the linear rows. N is a multiple of 16.
+        a: [M, K], M >= 1; of E2M1 pairs of codes, [M, K / 2] of `torch.float4_e2m1fn_x2`.
+        b: [N, K], likewise; of a paired accumulator the gate rows, then the linear rows. N is a multiple of 16.
         scale_a, scale_b: FP32, one value: what a code of a and b has to be multiplied by.
         loads: a tensor a load: [M, N] (a pair [M, 2 N]), [N] (a pair [2 N]), [M], or one value.
         acc: [M, N]: the accumulator; gate half and linear half of a pair.
@@ -111,6 +112,8 @@ def load(path: Path, spec: GemmSpec) -> Callable[..., None]:
         scale, scale_inv: FP32, one value: read, and where its reciprocal is written.
         amax: one FP32 value, raised to max |y|: the caller has set it to 0.
         sums: FP32 [ceil(M / tile rows), N]: to be summed over rows.
+        blocks_a, blocks_b: scales of blocks along K, as `blocks.swizzled` orders them; of a paired accumulator those of
+            b in the order of the pairs.
     """
     import cutlass.cute as cute
 
@@ -130,8 +133,8 @@ def caller(spec: GemmSpec, entry: Any, schedule: tuple[Any, ...]) -> Callable[..
     epilogue = f"({', '.join(passed)}{',' if passed else ''})"
     text = (
         "def run(a, b, *, scale_a=None, scale_b=None, loads=(), acc=None, y=None, row=None, col=None,"
-        " scale=None, scale_inv=None, amax=None, sums=None):\n"
-        f"    entry(a, b, {main_output(spec.epilogue)}, None, {epilogue}, schedule, None, None, None)\n"
+        " scale=None, scale_inv=None, amax=None, sums=None, blocks_a=None, blocks_b=None):\n"
+        f"    entry(a, b, {main_output(spec.epilogue)}, None, {epilogue}, schedule, None, blocks_a, blocks_b)\n"
     )
     names: dict[str, Any] = {"entry": entry, "schedule": schedule}
     exec(compile(text, f"<fused GEMM {spec.key}>", "exec"), names)

@@ -10,15 +10,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float8E4M3FN, Float8E8M0FNU, Float32, Int32
 from cutlass.cute.runtime import make_ptr
 from quack.compile_utils import make_fake_tensor
 from quack.cute_dsl_utils import mlir_namedtuple
 from quack.epilogue.ops import Scalar, TileLoad, TileStore
 from quack.gemm_sm90 import GemmSm90
 from quack.gemm_sm100 import GemmSm100
-from quack.gemm_tvm_ffi_utils import make_fake_scheduler_args
+from quack.gemm_tvm_ffi_utils import make_fake_scheduler_args, make_fake_sf_tensor
 
+from te_ops.backends.cutlass.apart import ApartEpilogue
 from te_ops.backends.cutlass.epilogue import (
     TYPES,
     FusedEpilogue,
@@ -36,6 +37,7 @@ from te_ops.backends.cutlass.stores import (
     QuantStore,
     RowLoad,
     RowQuantStore,
+    Stash,
 )
 
 TENSOR: Any = cute.Tensor | None
@@ -88,7 +90,8 @@ def _load_op(e: Epilogue, load: Load, field: str) -> Any:
 def fake_arguments(spec: GemmSpec) -> dict[str, Any]:
     """Stand-ins for the caller's tensors: what the compiled function accepts. Sizes are free but shared."""
     e = spec.epilogue
-    m, n, k = cute.sym_int(), cute.sym_int(divisibility=16), cute.sym_int()
+    m, n = cute.sym_int(), cute.sym_int(divisibility=16)
+    k = cute.sym_int(divisibility=32) if spec.a == "e2m1" else cute.sym_int()  # 16 bytes
     wide = n if e.outs == 1 else cute.sym_int(divisibility=16)  # of y and what lies beside it
     if e.acc_pair:
         wide = cute.sym_int(divisibility=8)
@@ -150,10 +153,16 @@ def build(spec: GemmSpec, arch: str) -> Any:
         make_fake_scheduler_args(False, False, None),
         None,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        None,
-        None,
+        *(_fake_blocks(spec) for _ in "ab"),
         options="--enable-tvm-ffi",
     )
+
+
+def _fake_blocks(spec: GemmSpec) -> Any:
+    """Stands for the scales of an operand's blocks, in the order of `blocks.swizzled`."""
+    if not spec.blocks:
+        return None
+    return make_fake_sf_tensor(Float8E8M0FNU if spec.blocks == 32 else Float8E4M3FN, None)
 
 
 def _kernel(spec: GemmSpec, arch: str) -> Any:
@@ -161,12 +170,15 @@ def _kernel(spec: GemmSpec, arch: str) -> Any:
     e, tiling = spec.epilogue, spec.tiling
     hopper = arch == "sm_90a"
     found = tuple(slots(spec, arch))
-    bases = (HopperEpilogue, GemmSm90) if hopper else (FusedEpilogue, GemmSm100)
+    bases: tuple[Any, ...] = (FusedEpilogue, GemmSm100)
+    if hopper:
+        bases = (ApartEpilogue if tiling.apart else HopperEpilogue, GemmSm90)
+    stash = (Stash("stash"),) if tiling.apart else ()
     made: Any = type(
         f"Gemm_{spec.key}",
         bases,
         {
-            "_epi_ops": tuple(slot.op for slot in found),
+            "_epi_ops": (*(slot.op for slot in found), *stash),
             "_extra_param_fields": tuple((name, TENSOR, None) for name in SPLIT_K),
             "EpilogueArguments": _arguments_type(found, e.accumulate),
             "spec": spec,
@@ -174,7 +186,11 @@ def _kernel(spec: GemmSpec, arch: str) -> Any:
             "function": staticmethod(function_of(e)) if e.function else None,
         },
     )
-    named = {"pingpong": tiling.pingpong, "fp8_fast_accum": spec.fast} if hopper else {}
+    named: dict[str, Any] = {}
+    if hopper:
+        named = {"pingpong": tiling.pingpong, "fp8_fast_accum": spec.fast}
+    elif spec.blocks:
+        named = {"sf_vec_size": spec.blocks}
     kernel = made(
         Float32,
         TYPES[spec.a],
@@ -183,7 +199,9 @@ def _kernel(spec: GemmSpec, arch: str) -> Any:
         concat_layout=("B",) if e.acc_pair else None,
         **named,
     )
-    if hopper:
+    if tiling.apart:
+        kernel.divide()
+    elif hopper:
         # Of 512 registers that a lane has on a processor: as many as can be for the accumulators.
         kernel.num_regs_load, kernel.num_regs_mma = 24, 240
     return kernel
@@ -194,6 +212,7 @@ def _arguments_type(found: tuple[Slot, ...], accumulate: bool) -> Any:
         NamedTuple("EpilogueArguments", [(slot.field, _annotation(slot)) for slot in found])
     )
     made.add_to_output = accumulate
+    made.stash = True  # quack leaves out ops that have no argument
     return made
 
 

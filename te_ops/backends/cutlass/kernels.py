@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from te_ops.backends.cutlass import limits, runtime
+from te_ops.backends.cutlass import blocks, limits, runtime, versions
 from te_ops.backends.cutlass.choices import Chooser
 from te_ops.backends.cutlass.launch import bind_fused
 from te_ops.backends.cutlass.match import Extents, Match, extents_of, match_of
@@ -33,7 +33,7 @@ def refuse(call: Call) -> str | None:
     match = match_of(call)
     if isinstance(match, str):
         return match
-    reason = _refuse_spec(match.spec)
+    reason = _refuse_arch(match.spec, call.arch) or _refuse_spec(match.spec, call.arch)
     if reason is not None:
         return reason
     if collecting():
@@ -74,10 +74,19 @@ def bind(call: Call) -> Launch:
     return _Launch(call, match, chooser, made).run
 
 
-def _refuse_spec(spec: GemmSpec) -> str | None:
+def _refuse_arch(spec: GemmSpec, arch: str) -> str | None:
+    """Kernels for sm_100 were not run there: offered are those whose products would be emulated otherwise."""
+    if arch == blocks.ARCH and not spec.blocks:
+        return f"on {arch} only products whose blocks have scales are made here"
+    return None
+
+
+def _refuse_spec(spec: GemmSpec, arch: str) -> str | None:
     """Why no kernel is made of a spec, None if one is."""
     tilings = limits.tilings(spec)
-    return limits.refuse(replace(spec, tiling=tilings[0])) if tilings else "no tiling fits it"
+    if not tilings:
+        return "no tiling fits it"
+    return limits.refuse(replace(spec, tiling=tilings[0]), versions.target(arch))
 
 
 def _tiled(match: Match, tiling: Tiling) -> GemmSpec:
@@ -133,7 +142,7 @@ KERNELS = tuple(
         runs=runs,
         name=f"{PREFIX}{runs}",
         bind=bind,
-        arch=ArchRange("sm_90"),
+        arch=ArchRange("sm_90..sm_100"),
         priority=PRIORITY,
         refuse=refuse,
         available=runtime.missing,

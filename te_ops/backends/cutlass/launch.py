@@ -13,8 +13,10 @@ from te_ops.backends.cuda import launch as device_launch
 from te_ops.backends.cuda.quantize import make_run
 from te_ops.backends.cuda.reduce import slices_kernel
 from te_ops.backends.cuda.source import plain
+from te_ops.backends.cuda.swizzle import Swizzled, make_swizzle
 from te_ops.backends.cuda.targets import cleared
 from te_ops.backends.cuda.wanted import Run, Wanted
+from te_ops.backends.cutlass import blocks
 from te_ops.backends.cutlass.match import Match
 from te_ops.backends.cutlass.reference import DTYPES
 from te_ops.backends.cutlass.spec import GemmSpec, Load
@@ -24,7 +26,7 @@ from te_ops.registry import Call, Launch
 
 Compiled = Callable[..., None]
 """What `runtime.kernel` gives: run(a, b, scale_a=, scale_b=, loads=, acc=, y=, row=, col=, scale=, scale_inv=, amax=,
-sums=) over matrices, on torch's current stream."""
+sums=, blocks_a=, blocks_b=) over matrices, on torch's current stream."""
 
 
 def bind_fused(call: Call, match: Match, spec: GemmSpec, run: Compiled) -> Launch:
@@ -73,15 +75,15 @@ class _Plan:
     dtype: torch.dtype  # of the value
     second: Run | None
     finish: tuple[device_launch.Function, torch.dtype] | None
+    swizzle: Callable[[Record, Record], tuple[Swizzled, Swizzled]] | None = None
 
     def run(self, kernel: Compiled, reads: Sequence[Any]) -> _Made:
         """Launch on these operands."""
         layout = self.match.gemm.layout
         a, b = reads[self.a], reads[self.b]
-        left, right = _operand(a, layout == "tn"), _operand(b, layout != "nt")
+        left, right, scales = self._operands(a, b)
         lead = tuple(a.shape[:-1]) if layout != "tn" else (left.shape[0],)
         rows, columns = left.shape[0], right.shape[0]
-        scales = (a.scale_inv, b.scale_inv) if isinstance(a, Record) else (None, None)
         loads = tuple(
             _load(reads[i], load, left.device)
             for i, load in zip(self.loads, self.spec.epilogue.loads, strict=True)
@@ -92,9 +94,8 @@ class _Plan:
         kernel(
             left,
             right,
-            scale_a=scales[0],
-            scale_b=scales[1],
             loads=loads,
+            **scales,
             acc=out.acc,
             y=out.y,
             row=out.row,
@@ -107,6 +108,19 @@ class _Plan:
         return (
             self._results(out, lead) if self.total is None else _Made(value=self._added(out, reads))
         )
+
+    def _operands(self, a: Any, b: Any) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
+        """The operands as matrices, and their scales by the kernel's names."""
+        if self.swizzle is not None:
+            of_a, of_b = self.swizzle(a, b)
+            scales = {"scale_a": of_a.tensor, "scale_b": of_b.tensor}
+            named = {**scales, "blocks_a": of_a.blocks, "blocks_b": of_b.blocks}
+            return blocks.codes(a), blocks.codes(b), named
+        layout = self.match.gemm.layout
+        left, right = _operand(a, layout == "tn"), _operand(b, layout != "nt")
+        if not isinstance(a, Record):
+            return left, right, {"scale_a": None, "scale_b": None}
+        return left, right, {"scale_a": a.scale_inv, "scale_b": b.scale_inv}
 
     def _added(self, out: _Outputs, reads: Sequence[Any]) -> Tensor:
         """The tensor that was added to: the caller's, in which the sum has to be whatever its strides are."""
@@ -204,6 +218,7 @@ def _plan(call: Call, match: Match, spec: GemmSpec) -> _Plan:
         dtype=dtype,
         second=second,
         finish=None if reduce is None else (slices_kernel(reduce.dtype, call.arch), reduce.dtype),
+        swizzle=make_swizzle(call.arch, paired=spec.epilogue.acc_pair) if spec.blocks else None,
     )
 
 

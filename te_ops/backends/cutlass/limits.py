@@ -14,28 +14,44 @@ WIDE_PINGPONG = Tiling(128, 192, pingpong=True)
 COOPERATIVE = Tiling(128, 128)
 WIDE = Tiling(128, 192)
 TALL = Tiling(256, 128)
+APART = Tiling(128, 128, apart=True)
+
+BLOCK_FORMATS = {32: FP8, 16: ("e2m1",)}
+"""Of operands whose blocks have scales, by the elements of a block."""
+BLOCK_TILINGS = (Tiling(256, 256), Tiling(256, 192), Tiling(256, 128), Tiling(128, 128))
+"""Of such products: tiles of 256 rows are shared by the tensor cores of two processors. The order is not measured."""
 
 
 def refuse(spec: GemmSpec, arch: str = "sm_90a") -> str | None:
     """None if the spec can be compiled for this arch, else the rule that it breaks."""
-    other = _blackwell(spec) if arch == "sm_100a" else None
+    other = _blackwell(spec) if arch == "sm_100a" else _hopper(spec)
     return _operands(spec) or _epilogue(spec.epilogue) or _tiling(spec) or other
 
 
 def tilings(spec: GemmSpec) -> list[Tiling]:
     """The tilings that are worth a try for this spec (whatever its own), best first."""
+    if spec.blocks:
+        return [tiling for tiling in BLOCK_TILINGS if _block_tiling(spec, tiling) is None]
     return [tiling for tiling in _order(spec) if _registers(spec, tiling) is None]
 
 
+def _hopper(spec: GemmSpec) -> str | None:
+    return "only tensor cores of sm_100 multiply with scales of blocks" if spec.blocks else None
+
+
 def _blackwell(spec: GemmSpec) -> str | None:
+    if spec.blocks:
+        return None
     if spec.a != spec.b:
         return "for sm_100a both operands have one format"
-    if spec.tiling.pingpong or spec.tiling.m != 128:
+    if spec.tiling.pingpong or spec.tiling.apart or spec.tiling.m != 128:
         return "for sm_100a a tile has 128 rows and one group of threads"
     return None
 
 
 def _operands(spec: GemmSpec) -> str | None:
+    if spec.blocks:
+        return _block_operands(spec)
     narrow = [spec.a in FP8, spec.b in FP8]
     if not all(narrow) and (any(narrow) or spec.a != spec.b or spec.a not in HALF):
         return f"operands {spec.a} and {spec.b}: both FP8, both BF16 or both FP16"
@@ -43,6 +59,21 @@ def _operands(spec: GemmSpec) -> str | None:
         return "FP8 operands have to be contiguous along K"
     if spec.scaled and not all(narrow):
         return "scales belong to FP8 operands"
+    return None
+
+
+def _block_operands(spec: GemmSpec) -> str | None:
+    known = BLOCK_FORMATS.get(spec.blocks)
+    if known is None:
+        return f"blocks of {spec.blocks} elements: MXFP8 has 32, NVFP4 16"
+    if spec.a not in known or spec.b not in known:
+        return f"blocks of {spec.blocks} are of {' and '.join(known)}, not {spec.a} and {spec.b}"
+    if spec.blocks == 16 and (spec.a_major, spec.b_major) != ("k", "k"):
+        return "E2M1 operands have to be contiguous along K"
+    if spec.scaled != (spec.blocks == 16):
+        return (
+            "E2M1 operands have a scale of the tensor beside those of blocks, MXFP8 ones have none"
+        )
     return None
 
 
@@ -108,13 +139,27 @@ def _accumulation(e: Epilogue) -> str | None:
     return None
 
 
+def _block_tiling(spec: GemmSpec, tiling: Tiling) -> str | None:
+    if tiling not in BLOCK_TILINGS:
+        return f"tile {tiling.m}x{tiling.n} is not made for operands whose blocks have scales"
+    if spec.epilogue.sums and tiling.m == 256:
+        return "sums over rows want a tile that one processor has: 128 rows"
+    return None
+
+
 def _tiling(spec: GemmSpec) -> str | None:
     tiling = spec.tiling
+    if spec.blocks:
+        return _block_tiling(spec, tiling)
     sizes = (tiling.m, tiling.n)
     if sizes not in ((128, 128), (128, 192), (256, 128)) or (tiling.pingpong and tiling.m != 128):
         return f"tile {tiling.m}x{tiling.n}{' pingpong' * tiling.pingpong} is not made"
     if tiling.cluster_m * tiling.cluster_n not in (1, 2, 4) or tiling.cluster_m == 3:
         return f"a cluster of {tiling.cluster_m}x{tiling.cluster_n} blocks is not made"
+    if tiling.apart and (sizes != (128, 128) or tiling.pingpong):
+        return "an epilogue by threads of its own is made for tiles of 128x128, which two warp groups share"
+    if tiling.apart and (spec.a not in FP8 or spec.fast):
+        return "an epilogue by threads of its own is made where sums are split: others have faster tilings"
     return _registers(spec, tiling)
 
 
@@ -145,8 +190,10 @@ def _tiles(e: Epilogue) -> tuple[int, int, int]:
 
 def _order(spec: GemmSpec) -> list[Tiling]:
     split = spec.a in FP8 and not spec.fast
+    if split and spec.epilogue.quantized:
+        return [APART, COOPERATIVE, WIDE]
     if split:
-        return [COOPERATIVE, WIDE] if spec.epilogue.quantized else [WIDE, COOPERATIVE]
+        return [WIDE, COOPERATIVE]
     if spec.epilogue.acc_pair or spec.epilogue.quantized is None:
         return [WIDE_PINGPONG, PINGPONG, TALL, WIDE, COOPERATIVE]
     return [PINGPONG, WIDE_PINGPONG, TALL, COOPERATIVE, WIDE]

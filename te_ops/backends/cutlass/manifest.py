@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from te_ops import recipe
-from te_ops.backends.cutlass import choices, kernels, limits, runtime, selftest, versions
+from te_ops.backends.cutlass import blocks, choices, kernels, limits, runtime, selftest, versions
 from te_ops.backends.cutlass.spec import GemmSpec
 from te_ops.context import ARCH, autocast
 from te_ops.errors import PlanError
@@ -22,14 +22,18 @@ from te_ops.recipe import Recipe
 from te_ops.registry import REGISTRY
 
 ARCHES = ("sm_90a", "sm_100a")
-"""What kernels are compiled for; rules are those of sm_90, where they run."""
+"""What kernels are compiled for; the rules are those of sm_90, where they run, and of sm_100 for scales of blocks."""
 _PLANNED = "sm_90"
 _ROWS = 8192
-RECIPES: tuple[Recipe | None, ...] = (
-    None,
-    recipe.DelayedScaling(),
-    recipe.Float8CurrentScaling(),
-)
+RECIPES: dict[str, tuple[Recipe | None, ...]] = {
+    _PLANNED: (None, recipe.DelayedScaling(), recipe.Float8CurrentScaling()),
+    blocks.ARCH: (
+        recipe.MXFP8BlockScaling(),
+        recipe.MXFP8BlockScaling(fp8_format=recipe.Format.HYBRID),
+        recipe.NVFP4BlockScaling(),
+    ),
+}
+"""By what is planned for."""
 
 
 def _llama(te: Any, added: bool) -> Any:
@@ -78,17 +82,20 @@ def rows(
     Raises:
         PlanError: a model that is not known.
     """
-    found: dict[GemmSpec, None] = dict.fromkeys(selftest.specs())
+    target = versions.target(arch)
+    planned = [each for each in RECIPES if each == _PLANNED or versions.target(each) == target]
+    found: dict[GemmSpec, None] = dict.fromkeys(selftest.specs(target))
     for name in models:
         if name not in MODELS:
             raise PlanError(f"no model is named {name!r}; models: {', '.join(MODELS)}")
-        for spec in _asked(MODELS[name]):
-            found.update(dict.fromkeys(_both_sums(spec)))
+        for each in planned:
+            for spec in _asked(MODELS[name], each):
+                found.update(dict.fromkeys(_both_sums(spec)))
     if every:
         found = dict.fromkeys(
             replace(spec, tiling=tiling) for spec in found for tiling in limits.tilings(spec)
         )
-    made = {fit for spec in found if (fit := _fitted(spec, versions.target(arch))) is not None}
+    made = {fit for spec in found if (fit := _fitted(spec, target)) is not None}
     return {name_of(spec): spec for spec in sorted(made, key=name_of)}
 
 
@@ -101,7 +108,7 @@ def _fitted(spec: GemmSpec, target: str) -> GemmSpec | None:
 def _both_sums(spec: GemmSpec) -> Iterator[GemmSpec]:
     """A kernel as it is, and of FP8 products with the other way of summing, which a recipe may choose."""
     yield spec
-    if spec.scaled:
+    if spec.scaled and not spec.blocks:
         other = replace(spec, fast=not spec.fast)
         yield replace(other, tiling=limits.tilings(other)[0])
 
@@ -113,17 +120,17 @@ def name_of(spec: GemmSpec) -> str:
     return f"{choices.kind(spec)} [{function}] {tiling} {spec.key[:8]}"
 
 
-def _asked(make: Callable[[Any, bool], Any]) -> Iterator[GemmSpec]:
+def _asked(make: Callable[[Any, bool], Any], arch: str) -> Iterator[GemmSpec]:
     """What plans of a pipeline ask for: where it was measured to pay, and wherever it can be."""
-    token = ARCH.set(_PLANNED)
+    token = ARCH.set(arch)
     try:
         for mode in ("measured", "prefer"):
             with choices.forced(mode), runtime.collecting() as found:
                 REGISTRY.add(*kernels.KERNELS, replace=True)
-                for each in RECIPES:
+                for each in RECIPES[arch]:
                     for added in (False, True):
                         _plan(make, each, added)
-            yield from (spec for spec, _ in found)
+            yield from (spec for spec, _ in found if isinstance(spec, GemmSpec))
     finally:
         ARCH.reset(token)
 

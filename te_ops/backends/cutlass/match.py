@@ -5,29 +5,30 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from te_ops.backends.chains import Chain, compose_chain, rounding
+from te_ops.backends.cutlass import blocks
 from te_ops.backends.cutlass.reference import FORMATS
 from te_ops.backends.cutlass.spec import Epilogue, Format, GemmSpec, Load, Quantized, Shape
 from te_ops.graph import Node, Spec, Value
 from te_ops.pointwise import Const, Expr, Fn, lower, prelude, symbol
 from te_ops.pointwise.expr import intern, walk
-from te_ops.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Usage
+from te_ops.quantizers import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 from te_ops.registry import Call
 
 PER_TENSOR = (Float8Quantizer, Float8CurrentScalingQuantizer)
 MULTIPLE = 16
 """Of every extent that is contiguous in memory: 16 bytes of FP8, which is what the copy engine moves at least."""
 
-_USAGES = {
-    "nt": (Usage.ROW, Usage.ROW),
-    "nn": (Usage.ROW, Usage.COL),
-    "tn": (Usage.COL, Usage.COL),
-}
 _HALF = (torch.bfloat16, torch.float16)
 _STORED = (*_HALF, torch.float32)
 _SHAPES: dict[str, Shape] = {"full": "tile", "row": "row", "col": "column", "scalar": "scalar"}
@@ -135,15 +136,17 @@ def _operands(call: Call, gemm: Node) -> GemmSpec | str:
             a_major="mn" if gemm.layout == "tn" else "k",
             b_major="k" if gemm.layout == "nt" else "mn",
         )
-    return _records(gemm, specs)
+    return _records(call, gemm, specs)
 
 
-def _records(gemm: Node, specs: Sequence[Spec]) -> GemmSpec | str:
-    """The product of two records, each with one scale."""
+def _records(call: Call, gemm: Node, specs: Sequence[Spec]) -> GemmSpec | str:
+    """The product of two records, each with one scale, or with scales of blocks where tensor cores take them."""
+    if any(spec.kind.name != "record" for spec in specs):
+        return "one operand is quantized and the other is not"
+    if call.arch == blocks.ARCH and all(map(_has_blocks, specs)):
+        return blocks.product(gemm, specs)
     formats: list[Format] = []
-    for spec, usage in zip(specs, _USAGES[gemm.layout], strict=True):
-        if spec.kind.name != "record":
-            return "one operand is quantized and the other is not"
+    for spec, usage in zip(specs, blocks.LAYOUTS[gemm.layout], strict=True):
         quantizer = spec.kind.quantizer.of_usage(spec.kind.usage)
         if not isinstance(quantizer, PER_TENSOR):
             return f"multiplies FP8 with one scale a tensor, not {quantizer.describe()}"
@@ -157,13 +160,27 @@ def _records(gemm: Node, specs: Sequence[Spec]) -> GemmSpec | str:
 def _aligned(call: Call, gemm: Node, specs: Sequence[Spec]) -> str | None:
     """Why extents are not what the kernel's copies need, None if they are. Row counts are known as a class."""
     found = extents_of(gemm.layout, specs[0].shape, specs[1].shape)
-    fixed = {"N": found.n, **({"M": found.m} if found.contracts else {"K": found.k})}
-    for name, extent in fixed.items():
-        if extent % MULTIPLE:
-            return f"{name} = {extent} is not a multiple of {MULTIPLE}"
-    if found.contracts and specs[0].kind.name == "record" and call.align % MULTIPLE:
-        return f"the row count is a multiple of {call.align}; FP8 is contracted over multiples of {MULTIPLE} rows"
+    along = _along(specs[0], found.contracts)
+    fixed = {"M": (found.m, MULTIPLE)} if found.contracts else {"K": (found.k, along)}
+    for name, (extent, multiple) in {"N": (found.n, MULTIPLE), **fixed}.items():
+        if extent % multiple:
+            return f"{name} = {extent} is not a multiple of {multiple}"
+    if found.contracts and call.align % along:
+        codes = "FP8" if along == MULTIPLE else "E2M1"
+        return f"the row count is a multiple of {call.align}; {codes} is contracted over multiples of {along} rows"
     return None
+
+
+def _along(spec: Spec, contracts: bool) -> int:
+    """What the extent that is contracted is a multiple of: 16 bytes of the first operand, where it is contiguous."""
+    quantizer = spec.kind.quantizer if spec.kind.name == "record" else None
+    if contracts and (quantizer is None or isinstance(quantizer, MXFP8Quantizer)):
+        return 1
+    return 2 * MULTIPLE if isinstance(quantizer, NVFP4Quantizer) else MULTIPLE
+
+
+def _has_blocks(spec: Spec) -> bool:
+    return blocks.has_blocks(spec.kind.quantizer.of_usage(spec.kind.usage))
 
 
 # -- what follows it
@@ -198,7 +215,7 @@ def _accumulated(call: Call, product: GemmSpec, gemm: Node, rest: Sequence[Node]
     if dtype not in _STORED:
         return f"adds to BF16, FP16 and FP32, not {dtype}"
     epilogue = Epilogue(store=FORMATS[dtype], accumulate=True)
-    return Match(_with(product, epilogue), None, gemm, (), node.out, total=total)
+    return Match(replace(product, epilogue=epilogue), None, gemm, (), node.out, total=total)
 
 
 def _epilogue(
@@ -227,24 +244,12 @@ def _epilogue(
         sums=reduce is not None,
     )
     if not nodes:
-        return Match(_with(product, made), None, gemm, (), value, quantize, reduce)
+        return Match(replace(product, epilogue=made), None, gemm, (), value, quantize, reduce)
     function = _function(call, gemm, nodes, made)
     if isinstance(function, str):
         return function
     epilogue, fn, loads = function
-    return Match(_with(product, epilogue), fn, gemm, loads, value, quantize, reduce)
-
-
-def _with(product: GemmSpec, epilogue: Epilogue) -> GemmSpec:
-    return GemmSpec(
-        product.a,
-        product.b,
-        epilogue,
-        a_major=product.a_major,
-        b_major=product.b_major,
-        scaled=product.scaled,
-        fast=product.fast,
-    )
+    return Match(replace(product, epilogue=epilogue), fn, gemm, loads, value, quantize, reduce)
 
 
 def _half(dtype: torch.dtype | None) -> Format | None:
@@ -270,6 +275,9 @@ def _refuse_readers(
         return f"the scale is {call.spec(quantize.inputs[1]).dtype}; FP32 is read"
     if not quantizer.stateful and rounds is None:
         return "current scaling reads its values again, and this rule does not round them"
+    width = int(call.spec(quantize.inputs[0]).shape[-1])
+    if quantizer.stateful and Value(quantize.id, 0) in call.writes and width % MULTIPLE:
+        return f"rows of {width} codes do not begin on {MULTIPLE} bytes"
     if Value(quantize.id, 1) in call.writes and call.align % MULTIPLE:
         return f"the row count is a multiple of {call.align}; a transposed copy has multiples of {MULTIPLE} rows"
     return None

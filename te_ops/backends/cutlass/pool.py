@@ -21,7 +21,7 @@ from typing import IO, Any, TypeAlias
 
 from te_ops import config
 from te_ops.backends.cutlass.cache import source_hash
-from te_ops.backends.cutlass.spec import GemmSpec
+from te_ops.backends.cutlass.family import FAMILIES, Spec
 from te_ops.backends.cutlass.versions import environment, package_folder, target
 from te_ops.errors import PlanError
 
@@ -31,7 +31,7 @@ LONGEST = 300.0  # seconds: a compilation that needs more is given up
 IDLE = 60.0  # seconds: a worker that waited longer ends, and its memory with it
 _TAIL = 2000  # characters of what a worker printed, in an error
 
-Compile: TypeAlias = Callable[[GemmSpec, Path], None]
+Compile: TypeAlias = Callable[[Any, Path], None]
 Job: TypeAlias = Callable[[Compile], Path]
 """Makes an object with the compiler that it is given."""
 
@@ -63,15 +63,15 @@ class Worker:
         self._remove: Callable[[], Any] | None = None
         self._late = False
 
-    def compile(self, spec: GemmSpec, path: Path) -> None:
+    def compile(self, spec: Spec, path: Path) -> None:
         """Compile into a file.
 
         Raises:
             PlanError: the compiler refuses the spec, dies, or needs longer than `LONGEST`.
         """
         process = self._started()
-        job = {"spec": spec.to_dict(), "arch": self.arch, "path": str(path)}
-        line = json.dumps({**job, "source": source_hash()})
+        job = {"family": spec.family, "spec": spec.to_dict(), "arch": self.arch, "path": str(path)}
+        line = json.dumps({**job, "source": source_hash(spec.family)})
         assert process.stdin is not None
         assert process.stdout is not None
         timer = threading.Timer(LONGEST, self._stop)
@@ -89,7 +89,8 @@ class Worker:
             raise PlanError(self._gone(process))
         error = json.loads(line)["error"]
         if error is not None:
-            raise PlanError(f"a GEMM does not compile for {self.arch}: {error}")
+            name = FAMILIES[spec.family].name
+            raise PlanError(f"{name} does not compile for {self.arch}: {error}")
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is not None:
@@ -124,9 +125,7 @@ class Worker:
             tail = self._log.read()[-_TAIL:].strip()
         why = f"needs more than {LONGEST:.0f} s" if self._late else f"ends with {code}"
         self.close()
-        return f"the process that compiles a GEMM for {self.arch} {why}" + (
-            f": {tail}" if tail else ""
-        )
+        return f"the process that compiles for {self.arch} {why}" + (f": {tail}" if tail else "")
 
     def close(self) -> None:
         """End the process and remove what it left. The next job starts another."""

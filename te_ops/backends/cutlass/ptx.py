@@ -69,6 +69,17 @@ def select(condition: Any, a: Any, b: Any) -> Any:
     return _asm(text, [Int32(condition), a, b], [Int32])[0]
 
 
+def thread_index() -> Any:
+    """%tid.x, read where this stands: what is made of it is not kept in registers from earlier on."""
+    return _asm("mov.u32 $0, %tid.x;", [], [Int32], effects=True)[0]
+
+
+def after(address: Any, word: Any) -> Any:
+    """The address, which is known only when this word is; the word is not negative."""
+    text = "{.reg .b32 sign; shr.u32 sign, $2, 31; add.s32 $0, $1, sign;}"
+    return _asm(text, [address, word], [Int32])[0]
+
+
 def masked(value: Any, mask: Any) -> Any:
     """An FP32 value whose bits are cut to those of the mask."""
     text = "{.reg .b32 t; mov.b32 t, $1; and.b32 t, t, $2; mov.b32 $0, t;}"
@@ -101,6 +112,17 @@ def store_matrices(address: Any, words: Sequence[Any], *, transposed: bool) -> N
 def load_shared(address: Any) -> list[Any]:
     """Four words of shared memory, from a multiple of 16."""
     return _asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", [address], [Int32] * 4, effects=True)
+
+
+def load_floats(address: Any) -> list[Any]:
+    """Four FP32 values of shared memory, from a multiple of 16."""
+    text = "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];"
+    return _asm(text, [address], [Float32] * 4, effects=True)
+
+
+def store_shared(address: Any, values: Sequence[Any]) -> None:
+    """Four FP32 values to shared memory, at a multiple of 16."""
+    _asm("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", [address, *values], effects=True)
 
 
 def store_global(predicate: Any, address: Any, words: Sequence[Any]) -> None:

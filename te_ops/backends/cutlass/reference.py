@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from te_ops.backends.cutlass.blocks import Blocked
 from te_ops.backends.cutlass.spec import Epilogue, Format, GemmSpec, Load, Quantized
 from te_ops.pointwise import Fn, evaluate
 from te_ops.quantizers.codec import encode_fp8
@@ -19,6 +20,7 @@ DTYPES: dict[Format, torch.dtype] = {
     "fp16": torch.float16,
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
+    "e2m1": torch.float4_e2m1fn_x2,
 }
 FORMATS: dict[torch.dtype, Format] = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -43,6 +45,7 @@ def reference(
     b: Tensor,
     *,
     scales: tuple[Tensor, Tensor] | None = None,
+    blocks: tuple[Tensor, Tensor] | None = None,
     loads: Sequence[Tensor] = (),
     scale: Tensor | None = None,
     y: Tensor | None = None,
@@ -52,15 +55,21 @@ def reference(
     Args:
         spec: of the kernel.
         fn: the function whose text `spec.epilogue` holds; None if it has none.
-        a: [M, K].
-        b: [N, K]; of a paired accumulator the gate rows, then the linear rows.
-        scales: `scale_inv` of a and b, one FP32 value each, if the spec is scaled.
+        a: [M, K]; of E2M1 pairs of codes, [M, K / 2].
+        b: [N, K], likewise; of a paired accumulator the gate rows, then the linear rows.
+        scales: of the tensors a and b, one FP32 value each, if the spec is scaled.
+        blocks: scales of the blocks of a and b as the kernel reads them (`blocks.swizzled`), if the spec has blocks.
         loads: the epilogue's other operands: [M, N], [N], [M] or one value, as the spec says.
         scale: of the FP8 copies, one FP32 value.
         y: what the result is added to, in place.
     """
     epilogue = spec.epilogue
-    acc = a.float() @ b.float().t()
+    if blocks is None:
+        acc = a.float() @ b.float().t()
+    else:
+        left = Blocked(a, blocks[0]).values(spec.blocks)
+        right = Blocked(b, blocks[1]).values(spec.blocks, paired=epilogue.acc_pair)
+        acc = left @ right.t()
     if scales is not None:
         acc = acc * (scales[0].reshape(()) * scales[1].reshape(()))
     acc = _rounded(acc, epilogue.rounds_acc)

@@ -1,4 +1,4 @@
-"""Compiled GEMMs by spec: in memory, in a folder made ahead of time, on disk, or compiled while the program runs.
+"""Compiled kernels by spec: in memory, in a folder made ahead of time, on disk, or compiled while the program runs.
 
 A kernel is asked for when a plan is made, and what was refused once begins to be used only at a step boundary:
 `te.step()`, `te.warmup()`, the step of any torch optimizer, or, in a program that only infers, its next call. In a
@@ -29,9 +29,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_ops import config
 from te_ops.backends.cutlass import cache, ranks, selftest, versions
+from te_ops.backends.cutlass.family import FAMILIES, Spec
 from te_ops.backends.cutlass.pool import Compile, Pool, scratch, workers
 from te_ops.backends.cutlass.selftest import SelfTest
-from te_ops.backends.cutlass.spec import GemmSpec
 from te_ops.context import RECORDING
 from te_ops.errors import Error, PlanError
 from te_ops.registry import REGISTRY
@@ -74,7 +74,7 @@ class Status(Enum):
 class Entry:
     """One kernel that a plan has asked for."""
 
-    spec: GemmSpec
+    spec: Spec
     arch: str
     device: torch.device
     status: Status = Status.QUEUED
@@ -122,7 +122,7 @@ class Kernels:
 
     # -- when a plan is made
 
-    def refuse(self, spec: GemmSpec, arch: str, device: torch.device) -> str | None:
+    def refuse(self, spec: Spec, arch: str, device: torch.device) -> str | None:
         """See `refuse` below."""
         _watch_optimizers()
         with self._lock:
@@ -137,15 +137,16 @@ class Kernels:
                 self._arm(entry)
             return entry.reason
 
-    def run(self, spec: GemmSpec, arch: str) -> Run:
+    def run(self, spec: Spec, arch: str) -> Run:
         """See `kernel` below."""
         entry = self.entries.get((spec.key, arch))
         if entry is None or entry.run is None:
             why = "no plan asked for it" if entry is None else entry.reason
-            raise PlanError(f"a fused GEMM for {arch} cannot be bound: {why}")
+            name = FAMILIES[spec.family].name
+            raise PlanError(f"{name} for {arch} cannot be bound: {why}")
         return entry.run
 
-    def _first(self, spec: GemmSpec, arch: str, device: torch.device) -> Entry:
+    def _first(self, spec: Spec, arch: str, device: torch.device) -> Entry:
         """A kernel that is asked for the first time: taken at once if it exists already."""
         entry = self.entries[spec.key, arch] = Entry(spec, arch, device)
         try:
@@ -162,7 +163,7 @@ class Kernels:
             self._take([entry])
         return entry
 
-    def _object(self, spec: GemmSpec, arch: str, path: Path | None = None) -> Future[Path]:
+    def _object(self, spec: Spec, arch: str, path: Path | None = None) -> Future[Path]:
         """The object of a spec: `path`, else compiled in the background."""
         if path is not None:
             made: Future[Path] = Future()
@@ -206,7 +207,7 @@ class Kernels:
         """Let these be compiled, which each may take `pool.LONGEST`; how many begin to be used."""
         for entry in entries:
             if entry.open:
-                concurrent.futures.wait([entry.future, *self._test(entry).objects()])
+                concurrent.futures.wait([entry.future, *self._objects(entry)])
         with self._lock:
             return self._take(entries)
 
@@ -289,13 +290,18 @@ class Kernels:
     def _load(self, entry: Entry, path: Path) -> Run | None:
         """None while the kernels of the self-test are being compiled."""
         entry.status = Status.READY
-        test = self._test(entry)
-        if not test.known(compiler().load):
-            return None
-        if test.failed:
-            raise PlanError(test.failed)
-        made: Run = compiler().load(path, entry.spec)
+        if FAMILIES[entry.spec.family].tested:
+            test = self._test(entry)
+            if not test.known(compiler().load):
+                return None
+            if test.failed:
+                raise PlanError(test.failed)
+        made: Run = compiler(entry.spec.family).load(path, entry.spec)
         return made
+
+    def _objects(self, entry: Entry) -> list[Future[Path]]:
+        """What the self-test of a kernel still needs."""
+        return self._test(entry).objects() if FAMILIES[entry.spec.family].tested else []
 
     def _test(self, entry: Entry) -> SelfTest:
         """The self-test of the entry's device, begun if need be."""
@@ -305,7 +311,7 @@ class Kernels:
                 self._tests[place] = SelfTest(entry.arch, entry.device, self._tested)
             return self._tests[place]
 
-    def _tested(self, spec: GemmSpec, arch: str) -> Future[Path]:
+    def _tested(self, spec: Spec, arch: str) -> Future[Path]:
         """The object of a kernel of the self-test."""
         path = cache.find(spec, arch)
         if path is None and mode() == "off":
@@ -325,9 +331,9 @@ def _on(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def compiler() -> Any:
+def compiler(family: str = "gemm") -> Any:
     """The module that compiles and loads; it imports the vendors' libraries when it does."""
-    return importlib.import_module("te_ops.backends.cutlass.gemm")
+    return FAMILIES[family].module()
 
 
 def prepare() -> None:
@@ -353,16 +359,16 @@ def _watch_optimizers() -> None:
 
 # -- what plans use
 
-COLLECTING: ContextVar[list[tuple[GemmSpec, str]] | None] = ContextVar("te_ops_specs", default=None)
+COLLECTING: ContextVar[list[tuple[Spec, str]] | None] = ContextVar("te_ops_specs", default=None)
 
 
 @contextlib.contextmanager
-def collecting() -> Iterator[list[tuple[GemmSpec, str]]]:
+def collecting() -> Iterator[list[tuple[Spec, str]]]:
     """Within, plans get every kernel that they ask for, and nothing is compiled: it gives (spec, arch) of each.
 
     Such plans cannot run. They are made anew, and forgotten behind.
     """
-    found: list[tuple[GemmSpec, str]] = []
+    found: list[tuple[Spec, str]] = []
     token = COLLECTING.set(found)
     try:
         with REGISTRY.temporary():
@@ -371,7 +377,7 @@ def collecting() -> Iterator[list[tuple[GemmSpec, str]]]:
         COLLECTING.reset(token)
 
 
-def refuse(spec: GemmSpec, arch: str, device: torch.device) -> str | None:
+def refuse(spec: Spec, arch: str, device: torch.device) -> str | None:
     """None if `kernel` has this kernel now, else why not; one that is not there yet is compiled in the background.
 
     Args:
@@ -388,7 +394,7 @@ def refuse(spec: GemmSpec, arch: str, device: torch.device) -> str | None:
     return missing() or KERNELS.refuse(spec, arch, device)
 
 
-def kernel(spec: GemmSpec, arch: str, device: torch.device) -> Run:
+def kernel(spec: Spec, arch: str, device: torch.device) -> Run:
     """The kernel of a spec that was not refused, as `gemm.load` gives it; several calls give the same one.
 
     Raises:
@@ -405,7 +411,7 @@ def _cannot_run(*_: Any, **__: Any) -> Any:
     )
 
 
-def wait(specs: Sequence[GemmSpec], arch: str, device: torch.device) -> dict[GemmSpec, str | None]:
+def wait(specs: Sequence[Spec], arch: str, device: torch.device) -> dict[Spec, str | None]:
     """Have several kernels compiled at once, in any mode but "off", and wait; None or why it is not there, by spec."""
     for spec in specs:
         refuse(spec, arch, device)

@@ -14,16 +14,19 @@ import hashlib
 import json
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from te_ops.backends.cutlass import cache
+from te_ops.backends.cutlass import blocks, cache, limits
 from te_ops.backends.cutlass.reference import DTYPES, Results, reference
-from te_ops.backends.cutlass.spec import Epilogue, GemmSpec, Quantized
+from te_ops.backends.cutlass.spec import Epilogue, Format, GemmSpec, Quantized
 from te_ops.backends.cutlass.versions import target, versions
 from te_ops.errors import Error
+from te_ops.pointwise import activations, lower, prelude, symbol
+from te_ops.quantizers.e2m1 import encode_e2m1, pack_e2m1
 from te_ops.runtime.disk import put
 
 _STORES = Epilogue(store="bf16")
@@ -34,17 +37,49 @@ KINDS: dict[str, GemmSpec] = {
     "FP8, fast sums": GemmSpec("e4m3", "e4m3", _STORES, scaled=True, fast=True),
     "FP8, split sums": GemmSpec("e4m3", "e4m3", _STORES, scaled=True, fast=False),
     "FP8 copies": GemmSpec("e4m3", "e4m3", _COPIES, scaled=True, fast=True),
+    "FP8 copies, threads of their own": GemmSpec(
+        "e4m3", "e4m3", _COPIES, limits.APART, scaled=True, fast=False
+    ),
 }
 """What is tested, by its name in messages."""
+_GATE = activations["reglu"]()  # whole numbers of whole numbers
+_PAIRS = Epilogue(
+    symbol(_GATE),
+    f"{prelude('cutedsl', fast=True)}\n\n{lower(_GATE, 'cutedsl')}",
+    acc_pair=True,
+    store="bf16",
+)
+_MX = GemmSpec("e4m3", "e4m3", _STORES, limits.BLOCK_TILINGS[0], blocks=32)
+_NV = GemmSpec("e2m1", "e2m1", _STORES, limits.BLOCK_TILINGS[0], scaled=True, blocks=16)
+BLOCK_KINDS: dict[str, GemmSpec] = {
+    "MXFP8": _MX,
+    "MXFP8, codes along rows": replace(_MX, a="e5m2", a_major="mn", b_major="mn"),
+    "MXFP8, pairs": replace(_MX, epilogue=_PAIRS),
+    "NVFP4": _NV,
+    "NVFP4, pairs": replace(_NV, epilogue=_PAIRS),
+}
+"""Besides, where tensor cores multiply with scales of blocks."""
 _SIZES = (130, 272, 144)  # rows, columns, contraction: no multiple of a tile
-_COLUMN_SIZES = (144, 272, 144)  # where a transposed copy is written, whose rows are aligned
+_COLUMN_SIZES = (
+    144,
+    272,
+    144,
+)  # where a transposed matrix is written or read, whose rows are aligned
+_BLOCK_K = 160  # 16 bytes of E2M1 are 32
 _GUARD = 16  # rows behind the results
 _UNTOUCHED = 0x5A
 
 
-def specs() -> tuple[GemmSpec, ...]:
+def kinds(arch: str) -> dict[str, GemmSpec]:
+    """What is tested on an architecture."""
+    built = target(arch)
+    made = {**KINDS, **(BLOCK_KINDS if built == target(blocks.ARCH) else {})}
+    return {name: spec for name, spec in made.items() if limits.refuse(spec, built) is None}
+
+
+def specs(arch: str = "sm_90") -> tuple[GemmSpec, ...]:
     """The kernels that it runs."""
-    return tuple(KINDS.values())
+    return tuple(kinds(arch).values())
 
 
 @functools.cache
@@ -71,7 +106,7 @@ class SelfTest:
             return []
         if self._objects is None:
             self._objects = {}
-            for kind, spec in KINDS.items():
+            for kind, spec in kinds(self.arch).items():
                 try:
                     self._objects[kind] = self.get(spec, self.arch)
                 except Exception as error:  # noqa: BLE001  (what cannot be made is a verdict)
@@ -89,9 +124,10 @@ class SelfTest:
 
     def _run(self, load: Callable[[Path, GemmSpec], Callable[..., Any]]) -> str | None:
         assert self._objects is not None
+        tested = kinds(self.arch)
         for kind, future in self._objects.items():
             try:
-                wrong = check(KINDS[kind], load(future.result(), KINDS[kind]), self.device)
+                wrong = check(tested[kind], load(future.result(), tested[kind]), self.device)
             except concurrent.futures.CancelledError:
                 raise
             except Exception as error:  # noqa: BLE001  (compilers and loaders raise anything)
@@ -135,21 +171,55 @@ class SelfTest:
 
 def check(spec: GemmSpec, run: Callable[..., Any], device: torch.device) -> str | None:
     """Run a kernel; None if its results are those of the reference to the bit, else which are not."""
-    m, n, k = _COLUMN_SIZES if spec.epilogue.quantized is not None else _SIZES
+    across = spec.epilogue.quantized is not None or spec.a_major == "mn"
+    m, n, k = _COLUMN_SIZES if across else _SIZES
+    if spec.blocks:
+        k = _BLOCK_K
     drawn = torch.Generator().manual_seed(0)
     a, b = (
-        torch.randint(-1, 2, (rows, k), generator=drawn).to(device, DTYPES[form])
-        for rows, form in ((m, spec.a), (n, spec.b))
+        _lying(_codes(rows, k, form, drawn).to(device), major)
+        for rows, form, major in ((m, spec.a, spec.a_major), (n, spec.b, spec.b_major))
     )
     scales = tuple(torch.tensor([s], device=device) for s in (0.5, 4.0)) if spec.scaled else ()
     given: dict[str, Any] = dict(zip(("scale_a", "scale_b"), scales, strict=bool(scales)))
     scale = torch.tensor([0.25], device=device) if spec.epilogue.quantized is not None else None
-    wanted = reference(spec, None, a, b, scales=scales or None, scale=scale)  # type: ignore[arg-type]
+    of_blocks = _of_blocks(spec, (m, n), k, drawn, device)
+    fn = _GATE if spec.epilogue.function else None
+    wanted = reference(spec, fn, a, b, scales=scales or None, blocks=of_blocks, scale=scale)  # type: ignore[arg-type]
     results, whole = _results(wanted)
+    if of_blocks is not None:
+        given |= dict(zip(("blocks_a", "blocks_b"), of_blocks, strict=True))
     if scale is not None:
         given["scale"] = scale
     run(a, b, **given, **results)
     return _difference(wanted, results, whole)
+
+
+def _codes(rows: int, k: int, form: Format, drawn: torch.Generator) -> torch.Tensor:
+    """-1, 0 and 1."""
+    values = torch.randint(-1, 2, (rows, k), generator=drawn)
+    if form == "e2m1":
+        return pack_e2m1(encode_e2m1(values.float())).view(DTYPES[form])
+    return values.to(DTYPES[form])
+
+
+def _lying(x: torch.Tensor, major: str) -> torch.Tensor:
+    """The same matrix, contiguous along its rows or its columns."""
+    return x if major == "k" else x.t().contiguous().t()
+
+
+def _of_blocks(
+    spec: GemmSpec, rows: tuple[int, int], k: int, drawn: torch.Generator, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Scales of blocks, 1/2, 1 and 2, each of which has to meet its own block."""
+    if not spec.blocks:
+        return None
+    dtype = torch.float8_e8m0fnu if spec.blocks == 32 else torch.float8_e4m3fn
+    a, b = (
+        torch.randint(-1, 2, (count, -(-k // spec.blocks)), generator=drawn).float().exp2()
+        for count in rows
+    )
+    return blocks.swizzled(a.to(dtype)).to(device), blocks.swizzled(b.to(dtype)).to(device)
 
 
 def _results(wanted: Results) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -2,6 +2,7 @@
 what the compiler is asked for are this one object.
 
     acc = scale_a * scale_b * (A B^T)                       FP32; A is [M, K], B is [N, K], both K-major for FP8
+                                                            with one scale; on sm_100a, blocks along K may have one each
     y, ... = fn(acc, loads...)                              FP32; one output, or two halves of a pair
     stores of acc and of y
 
@@ -13,11 +14,11 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from te_ops.errors import PlanError
 
-Format: TypeAlias = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
+Format: TypeAlias = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2", "e2m1"]
 Shape: TypeAlias = Literal["tile", "row", "column", "scalar"]
 """Of an operand of the epilogue: [M, N], [N] (one value a column of the result, as a bias), [M], or one value."""
 
@@ -98,6 +99,8 @@ class Tiling:
         m, n: of a block's tile.
         cluster_m, cluster_n: thread blocks of a cluster, which share operands.
         pingpong: two warp groups take turns with whole tiles; else they share one.
+        apart: two warp groups share a tile and go on with the next one, while a third makes its epilogue: they hand
+            the accumulators over in shared memory. For products whose accumulators leave pingpong no registers.
     """
 
     m: int = 128
@@ -105,6 +108,7 @@ class Tiling:
     cluster_m: int = 2
     cluster_n: int = 1
     pingpong: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,11 +117,15 @@ class GemmSpec:
 
     Attributes:
         a, b: formats of the operands.
-        a_major, b_major: "k" if an operand is contiguous along K, else "mn"; FP8 wants "k".
-        scaled: FP8 operands come with a `scale_inv` each, scalars in device memory.
+        a_major, b_major: "k" if an operand is contiguous along K, else "mn"; FP8 with one scale and E2M1 want "k".
+        scaled: FP8 and E2M1 operands come with a scale of the tensor each, scalars in device memory.
+        blocks: elements along K that have a scale of their own, in both operands, which the tensor cores of sm_100a
+            multiply with: 32 of FP8 with E8M0 scales (MXFP8), 16 of E2M1 with E4M3 scales (NVFP4); 0: there are none.
         fast: FP8 products are summed in the tensor core's own accumulator; else promoted to FP32 every K tile.
         epilogue, tiling: see there.
     """
+
+    family: ClassVar[str] = "gemm"
 
     a: Format
     b: Format
@@ -127,6 +135,7 @@ class GemmSpec:
     b_major: Literal["k", "mn"] = "k"
     scaled: bool = False
     fast: bool = True
+    blocks: Literal[0, 16, 32] = 0
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for manifests and messages."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from te_ops.backends.cutlass import cache, runtime, versions
+from te_ops.backends.cutlass.family import FAMILIES
 from te_ops.errors import Error
 
 
@@ -29,12 +30,17 @@ def _ahead() -> dict[str, Any] | None:
         return None
     known = [read(path) for path in sorted(folder.glob("*.json"))]
     kernels = [info for info in known if "digest" in info]
-    mine = [
-        info
-        for info in kernels
-        if (info.get("versions"), info.get("source")) == (versions.versions(), cache.source_hash())
-    ]
+    mine = [info for info in kernels if _current(info)]
     return {"folder": str(folder), "kernels": len(kernels), "of this version": len(mine)}
+
+
+def _current(info: dict[str, Any]) -> bool:
+    """Whether a kernel is one that this version would make."""
+    family = info.get("family", "gemm")
+    if family not in FAMILIES:
+        return False
+    now = (versions.versions(FAMILIES[family].packages), cache.source_hash(family))
+    return (info.get("versions"), info.get("source")) == now
 
 
 def _tests(folder: Path | None) -> list[dict[str, Any]]:

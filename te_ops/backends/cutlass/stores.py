@@ -6,6 +6,7 @@ D[m + 8][n] and D[m + 8][n + 1]: the fragment of a subtile lists them octet by o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cutlass as _cutlass
@@ -18,6 +19,7 @@ from te_ops.backends.cutlass import ptx
 cutlass: Any = _cutlass  # most of its names come by a star
 const_expr = cutlass.const_expr
 ABS = 0x7FFFFFFF
+OCTET = 16 * 128  # bytes that the threads of a warp group hold of eight columns
 
 
 class _Vector(EpiOp):  # type: ignore[misc]
@@ -94,6 +96,45 @@ class Argument(EpiOp):  # type: ignore[misc]
     def to_params(self, gemm: Any, args: Any) -> Any:
         """The argument as it is."""
         return {self.name: getattr(args, self.name)}
+
+
+class Stash(Argument):
+    """The accumulators of a tile in shared memory, on their way from the threads that make them to the epilogue's.
+
+    A thread of the one and the thread in its place of the other hold the same elements, so each reads what one thread
+    wrote, 16 bytes of an octet at a time, side by side over a warp group.
+    """
+
+    def to_params(self, gemm: Any, args: Any) -> Any:
+        """Nothing: it is no argument of the caller's."""
+        return {}
+
+    def smem_bytes(
+        self, arg_tensor: Any, cta_tile_shape_mnk: Any, epi_tile: Any, warp_shape_mnk: Any = None
+    ) -> Any:
+        """Shared memory that the op wants."""
+        return EpiSmemBytes(unstaged=4 * cta_tile_shape_mnk[0] * cta_tile_shape_mnk[1])
+
+    def smem_struct_field(self, gemm: Any, params: Any) -> Any:
+        """Its name and type."""
+        size = gemm.cta_tile_shape_mnk[0] * gemm.cta_tile_shape_mnk[1]
+        return "s_stash", cute.struct.Align[cute.struct.MemRange[Float32, size], 128]
+
+    def get_smem_tensor(self, gemm: Any, params: Any, storage_epi: Any) -> Any:
+        """The same as a tensor."""
+        size = gemm.cta_tile_shape_mnk[0] * gemm.cta_tile_shape_mnk[1]
+        return storage_epi.s_stash.get_tensor(cute.make_layout(size))
+
+    @staticmethod
+    def put(address: Any, values: Sequence[Any]) -> None:
+        """A thread's accumulators, from the address of its first 16 bytes on."""
+        for octet in range(len(values) // 4):
+            ptx.store_shared(address + octet * OCTET, values[4 * octet : 4 * octet + 4])
+
+    @staticmethod
+    def get(address: Any, count: int) -> list[Any]:
+        """That many of them."""
+        return [v for octet in range(count // 4) for v in ptx.load_floats(address + octet * OCTET)]
 
 
 class Copy(NamedTuple):
@@ -267,6 +308,9 @@ class QuantStore(Argument):
             return
         size = self._copy_bytes(gemm.epi_tile)
         base = self._buffer(gemm, state, epi_coord)
+        if self.amax:
+            # Else the compiler puts the maximum off into the next subtile, and has no registers for two of them.
+            base = ptx.after(base, state.largest[0])
         for part in values:
             scaled = [value * state.scale for value in part]
             order = (0, 1, 2, 3) if self.paired else (0, 2, 1, 3)

@@ -99,6 +99,7 @@ def operand(spec: Spec, device: torch.device) -> Any:
         return x
     quantizer = spec.kind.quantizer.of_usage(spec.kind.usage)
     state = torch.ones(1, device=device) if quantizer.stateful else None
+    seed = torch.zeros((), dtype=torch.int64, device=device) if quantizer.stochastic else None
     row = spec.kind.usage.value == "row"
-    made = quantizer.records(x, row=row, col=not row, state=state)
+    made = quantizer.records(x, row=row, col=not row, state=state, seed=seed)
     return made[0] if row else made[1]

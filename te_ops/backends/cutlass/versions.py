@@ -53,9 +53,9 @@ def installed(package: str) -> str | None:
         return None
 
 
-def versions() -> dict[str, str]:
+def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Of every package that takes part: "" for one that is missing."""
-    return {package: installed(package) or "" for package in PACKAGES}
+    return {package: installed(package) or "" for package in packages}
 
 
 @functools.cache

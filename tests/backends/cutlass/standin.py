@@ -40,9 +40,10 @@ def kernel(spec: GemmSpec, *_: Any) -> Any:
         SPECS.append(spec)
         _check(spec, a, b, loads, outs)
         scales = None if scale_a is None else (scale_a, scale_b)
+        blocks = (outs.pop("blocks_a"), outs.pop("blocks_b")) if spec.blocks else None
         made = reference(
             spec, FUNCTIONS.get(spec.epilogue.function), a, b,
-            scales=scales, loads=loads, scale=outs["scale"], y=outs["y"],
+            scales=scales, blocks=blocks, loads=loads, scale=outs["scale"], y=outs["y"],
         )  # fmt: skip
         for name, out in outs.items():
             value = None if name == "scale" else getattr(made, name)
@@ -96,10 +97,14 @@ def build(name: str, text: str, *args: Any, **named: Any) -> Any:
 
 @contextlib.contextmanager
 def hopper(
-    monkeypatch: pytest.MonkeyPatch, mode: str = "prefer", *, emulated: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str = "prefer",
+    *,
+    emulated: bool = True,
+    arch: str = "sm_90",
 ) -> Iterator[None]:
-    """Within, plans are made for sm_90 with fused GEMMs; `emulated`: they can be run."""
-    monkeypatch.setattr(cache, "arch_of", lambda device: "sm_90")
+    """Within, plans are made for `arch` with fused GEMMs; `emulated`: they can be run."""
+    monkeypatch.setattr(cache, "arch_of", lambda device: arch)
     monkeypatch.setattr(launch, "build", build if emulated else lambda *_, **__: lambda *_: None)
     monkeypatch.setattr(launch, "zero_word", emulator.zero_word)
     monkeypatch.setattr(kernels, "match_of", matched)
@@ -130,7 +135,7 @@ class Limits:
         return list(cls.TILINGS)
 
     @staticmethod
-    def refuse(_: GemmSpec) -> str | None:
+    def refuse(_: GemmSpec, __: str = "") -> str | None:
         return None
 
 

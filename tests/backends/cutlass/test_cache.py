@@ -66,9 +66,9 @@ def test_what_is_no_spec_is_refused() -> None:
 def test_key_holds_all_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {cache.key_of(PLAIN, ARCH), cache.key_of(OTHER, ARCH), cache.key_of(PLAIN, "sm_100")}
     keys.add(cache.key_of(replace(PLAIN, epilogue=replace(PLAIN.epilogue, text="edited")), ARCH))
-    monkeypatch.setattr(cache, "versions", lambda: {versions.DSL: "99"})
+    monkeypatch.setattr(cache, "versions", lambda *_: {versions.DSL: "99"})
     keys.add(cache.key_of(PLAIN, ARCH))
-    monkeypatch.setattr(cache, "source_hash", lambda: "edited")
+    monkeypatch.setattr(cache, "source_hash", lambda *_: "edited")
     keys.add(cache.key_of(PLAIN, ARCH))
     assert len(keys) == 6
     assert cache.key_of(PLAIN, "sm_90a") == cache.key_of(PLAIN, ARCH)

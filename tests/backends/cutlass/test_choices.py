@@ -42,7 +42,12 @@ def chooser(n: int = 4096, k: int = 1024) -> Chooser:
 
 
 def test_tilings_are_text_and_back() -> None:
-    for tiling in (Tiling(), Tiling(128, 192, 2, 1, pingpong=True), Tiling(256, 128, 1, 2)):
+    for tiling in (
+        Tiling(),
+        Tiling(128, 192, 2, 1, pingpong=True),
+        Tiling(256, 128, 1, 2),
+        Tiling(apart=True),
+    ):
         assert tiling_of(text_of(tiling)) == tiling
 
 

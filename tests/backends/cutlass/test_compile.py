@@ -34,6 +34,11 @@ KINDS = (
     "e5m2*e4m3 split plain y+=fp32",
 )
 """Of the manifest: products of every format, each kind of epilogue operation, both ways of summing."""
+BLOCK_KINDS = (
+    "e4m3*e4m3 1x32 pair->1 acc:bf16 y:bf16",
+    "e2m1*e2m1 1x16 plain y:bf16",
+)
+"""Of that for sm_100a: operands whose blocks have scales."""
 Started = dict[str, tuple[GemmSpec, Future[Path]]]
 
 
@@ -46,7 +51,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Sta
     for arch, pool in pools.items():
         rows = manifest.rows(("llama-8b", "gelu-mlp"), arch=arch)
         first = {name.split(" [")[0]: spec for name, spec in reversed(rows.items())}
-        specs = {kind: first[kind] for kind in KINDS if kind in first}
+        specs = {kind: first[kind] for kind in (*KINDS, *BLOCK_KINDS) if kind in first}
         started[arch] = aot.compile_all(specs, arch, folder, pool)
     yield started
     for pool in pools.values():
@@ -63,6 +68,24 @@ def test_machine_code(compiled: dict[str, Started], arch: str, kind: str) -> Non
     found = report.report(kind, spec, arch, made)
     assert found.wrong == ""
     assert found.registers <= 255
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_scales_of_blocks_reach_the_tensor_cores(compiled: dict[str, Started], kind: str) -> None:
+    assert kind not in compiled["sm_90a"]
+    spec, made = compiled["sm_100a"][kind]
+    found = report.report(kind, spec, "sm_100a", made)
+    assert found.wrong == ""
+    assert found.registers <= 255
+
+
+def test_products_with_scales_of_blocks_are_told_apart() -> None:
+    text = """
+        /*2b00*/        UTCQMMA gdesc[UR44], gdesc[UR46], tmem[UR20], tmem[UR42], idesc[UR43], tmem[UR14], UP2 ;
+        /*2be0*/        UTCOMMA.2CTA gdesc[UR42], gdesc[UR44], tmem[UR27], tmem[UR46], idesc[UR47], tmem[UR8], UPT ;
+        /*2b90*/        UTCQMMA.2CTA gdesc[UR48], gdesc[UR50], tmem[UR27], tmem[UR46], idesc[UR47], UR8, UP4 ;
+    """
+    assert report._SCALED.findall(text) == ["UTCQMMA", "UTCOMMA"]
 
 
 # -- the script that looks at all of them

@@ -59,6 +59,16 @@ def test_split_sums_are_not_offered_where_they_do_not_fit_the_registers() -> Non
     assert limits.refuse(GemmSpec("bf16", "bf16", PLAIN, Tiling(pingpong=True), fast=False)) is None
 
 
+def test_an_epilogue_apart_is_for_split_sums_and_what_is_read_again() -> None:
+    apart = Tiling(128, 128, apart=True)
+    assert limits.tilings(fp8(DSWIGLU, fast=False))[0] == apart
+    assert apart not in limits.tilings(fp8(DSWIGLU))
+    for other in (Tiling(128, 192, apart=True), Tiling(128, 128, pingpong=True, apart=True)):
+        assert "128x128" in str(limits.refuse(fp8(tiling=other, fast=False)))
+    assert "where sums are split" in str(limits.refuse(fp8(tiling=apart)))
+    assert "one group of threads" in str(limits.refuse(fp8(tiling=apart, fast=False), "sm_100a"))
+
+
 def test_wide_tiles_of_one_warp_group_are_for_lean_epilogues() -> None:
     wide = Tiling(128, 192, pingpong=True)
     assert wide in limits.tilings(fp8(SWIGLU))

@@ -90,6 +90,19 @@ def test_a_bias_is_a_row_and_its_gradient_a_sum() -> None:
     assert e.acc == 2
 
 
+def test_rows_of_codes_begin_on_sixteen_bytes() -> None:
+    """N = 272 is a multiple of 16, and its half is not."""
+
+    def narrow() -> te.Op:
+        return te.Sequential(
+            te.Linear(64, 272, bias=False), te.SwiGLU(), te.Linear(136, 64, bias=False)
+        )
+
+    found = specs_of(narrow, DELAYED)
+    assert "nt swiglu quantize" not in found
+    assert found["nt swiglu"].epilogue.quantized is None
+
+
 def test_dense_operands_lie_as_they_are() -> None:
     found = specs_of(gelu, None)
     majors = {name.split()[0]: (s.a_major, s.b_major) for name, s in found.items()}

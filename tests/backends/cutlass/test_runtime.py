@@ -53,7 +53,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.delenv("TE_OPS_JIT", raising=False)
     compiler = Compiler()
     pool = Pool(compiler, os.getpid())
-    monkeypatch.setattr(runtime, "compiler", lambda: compiler)
+    monkeypatch.setattr(runtime, "compiler", lambda *_: compiler)
     monkeypatch.setattr(runtime, "prepare", lambda: None)
     monkeypatch.setattr(runtime, "Pool", lambda arch, most: pool)
     monkeypatch.setattr(selftest, "KINDS", {})

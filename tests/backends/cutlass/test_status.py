@@ -34,7 +34,7 @@ def test_shows_what_lies_in_folders(
     own, ahead = folders
     cache.make(PLAIN, "sm_90", ahead, written)
     with monkeypatch.context() as other:
-        other.setattr(cache, "source_hash", lambda: "of another version")
+        other.setattr(cache, "source_hash", lambda *_: "of another version")
         cache.make(OTHER, "sm_90", ahead, written)
     (ahead / "manifest.json").write_text("{}")
     (ahead / "half.json").write_text("{")

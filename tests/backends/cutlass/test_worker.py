@@ -37,7 +37,13 @@ def test_answers_one_line_a_job(tmp_path: Path) -> None:
         path.write_text(arch)
 
     jobs = [
-        {"spec": s.to_dict(), "arch": "sm_90a", "path": str(tmp_path / "x.o"), "source": source}
+        {
+            "family": "gemm",
+            "spec": s.to_dict(),
+            "arch": "sm_90a",
+            "path": str(tmp_path / "x.o"),
+            "source": source,
+        }
         for s, source in (
             (PLAIN, cache.source_hash()),
             (OTHER, cache.source_hash()),

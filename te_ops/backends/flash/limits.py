@@ -1,0 +1,50 @@
+"""Which specs `kernel.py` makes: no library is needed to know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from te_ops.backends.flash.spec import FlashSpec
+
+ARCH = "sm_90a"
+FEATURES = 256
+STEP = 32  # features of a gradient: the kernels before and after it pad to this, it to 16
+TILE = 128  # rows of the largest block
+WIDE = 64  # features of FP32 sums are padded to this at most
+
+TENSORS = {False: ("q", "k", "v", "o"), True: ("q", "k", "v", "o", "do", "dq", "dk", "dv")}
+"""Whose strides a call names, forward and backward."""
+
+
+def padded(rows: Any, sequences: Any = 1) -> Any:
+    """Rows of the FP32 sums of a gradient, where every sequence begins on a block: a multiple of 128."""
+    return (rows + (sequences + 2) * TILE - 1) // TILE * TILE
+
+
+def wide(features: int) -> int:
+    """Features of a head in them."""
+    return -(-features // WIDE) * WIDE
+
+
+def refuse(spec: FlashSpec, arch: str = ARCH) -> str | None:
+    """None if the spec can be compiled for this arch, else the rule that it breaks."""
+    if arch != ARCH:
+        return f"it is made for {ARCH}, not for {arch}"
+    if spec.dtype not in ("bf16", "fp16"):
+        return f"q, k and v are BF16 or FP16, not {spec.dtype}"
+    for name, size in (("q and k", spec.features), ("v", spec.values)):
+        if size % 8 or not 8 <= size <= FEATURES:
+            return f"heads of {name} have {size} features; the kernel takes 8 to {FEATURES} that divide by 8"
+    if spec.backward and (spec.features % STEP or spec.values % STEP):
+        return f"the features of a gradient divide by {STEP}, not {spec.features} and {spec.values}"
+    if spec.backward and spec.group > 1 and spec.features != spec.values:
+        return (
+            "where query heads share keys, the gradient needs as many features of v as of q and k"
+        )
+    if (spec.mask == "window") != (spec.left or spec.right):
+        return "a window has a side, other masks have none"
+    if bool(spec.score) != bool(spec.function) or (
+        spec.backward and spec.score and not spec.gradient
+    ):
+        return "a function of a score comes with its text, and backward with its gradient"
+    return None
