@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+"""`pytest -m gpu tests/faults tests/gpu` runs everything that wants a device."""
 
 
 def explicit(q: Any, k: Any, v: Any, hidden: Any, scale: float | None = None) -> tuple[Any, Any]:

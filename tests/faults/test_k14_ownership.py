@@ -271,7 +271,7 @@ def test_outputs_of_which_only_some_reach_the_loss() -> None:
             out = cases.outputs_of(op(*xs))[used]
             out.backward(cases.loss_weights([out])[0])
             actual = [x.grad for x in xs]
-            twin = cases._wide_twin(op)
+            twin = cases.wide_twin(op)
             wide = [x.detach().double().requires_grad_(x.requires_grad) for x in xs]
             want = cases.outputs_of(case.oracle(twin, *wide))[used]
             want.backward(cases.loss_weights([want])[0])

@@ -161,6 +161,27 @@ def test_gradient_format_is_the_recipes(
     cases.compare(actual, case.expected(op, xs), 0.2)
 
 
+@some_modes
+def test_b083_a_returned_bias_is_added_once(recipe: te.Recipe | None) -> None:
+    """(y + bias) is what a Linear that adds its bias gives, and the bias has the gradient of one sum."""
+    torch.manual_seed(0)
+    adds, returns = te.layers.Linear(W, W), te.layers.Linear(W, W, return_bias=True)
+    with torch.no_grad():
+        adds.bias.normal_()
+    returns.load_state_dict(adds.state_dict())
+    x, dy = torch.randn(5, W), torch.randn(5, W)
+    with cases.within(recipe):
+        wanted = adds(x)
+        y, bias = returns(x)
+    y = y + bias
+    if recipe is None or not any(recipe is cases.RECIPES[n] for n in cases.STOCHASTIC):
+        torch.testing.assert_close(y, wanted)
+    y.backward(dy)
+    wanted.backward(dy)
+    torch.testing.assert_close(returns.bias.grad, dy.sum(0))
+    torch.testing.assert_close(adds.bias.grad, dy.sum(0))
+
+
 # -- B087
 
 

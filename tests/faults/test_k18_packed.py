@@ -79,3 +79,24 @@ def test_b102_a_duplicate_entry_is_an_empty_sequence(device: str, cu: list[int])
         want = alone(part)
         torch.testing.assert_close(y[a:b], want[0])
         torch.testing.assert_close(dx[a:b], torch.autograd.grad(want, part, dy[None, a:b])[0][0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_b019_rows_behind_the_last_sequence_reach_nothing(device: str, dtype: torch.dtype) -> None:
+    """64 rows allocated, 37 in sequences, NaN behind: the 37 are those of a tensor of that size, the rest are 0."""
+    gen = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(64, 2, 64, generator=gen).to(device, dtype) for _ in range(4)]
+    sequences = te.PackedSequences([0, 20, 37], device=device)
+    op = te.Attention(2, qkv_format="thd", attn_mask_type="padding_causal")
+    exact = [x[:37].clone().requires_grad_() for x in drawn[:3]]
+    for x in drawn:
+        x[37:] = torch.nan
+    *xs, do = drawn
+    for x in xs:
+        x.requires_grad_()
+    y, wanted = op(*xs, sequences), op(*exact, sequences)
+    found = (y, *torch.autograd.grad(y, xs, do))
+    right = (wanted, *torch.autograd.grad(wanted, exact, do[:37]))
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a[:37], b)
+        assert torch.equal(a[37:], torch.zeros_like(a[37:]))

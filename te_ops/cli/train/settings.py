@@ -31,7 +31,7 @@ class Option(NamedTuple):
 
 
 OPTIONS: dict[str, Option] = {
-    "steps": Option(int, 600, 250, "training steps of each recipe"),
+    "steps": Option(int, 400, 250, "training steps of each recipe"),
     "seconds": Option(float, 0.0, 0.0, "choose the steps so that all training takes this long"),
     "seed": Option(int, 0, 0, "of weights and batches"),
     "layers": Option(int, 2, 8, "Transformer layers"),

@@ -45,14 +45,23 @@ def read(path: str, window: int) -> Text:
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         data = b"".join(file.read_bytes() for file in files)
         source = f"{len(files)} modules of the Python standard library"
-    split = int(len(data) * (1 - VALIDATION))
-    if min(split, len(data) - split) < window:
+    return split(data, source, window)
+
+
+def split(data: bytes, source: str, window: int) -> Text:
+    """Bytes as a text.
+
+    Raises:
+        Error: a part has fewer than `window` bytes.
+    """
+    end = int(len(data) * (1 - VALIDATION))
+    if min(end, len(data) - end) < window:
         raise Error(
             f"{source}: {len(data)} bytes are too few; the last 5 % must hold a sequence of "
             f"{window} bytes. Give more text, or a smaller --context"
         )
     symbols = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return Text(symbols[:split], symbols[split:], source)
+    return Text(symbols[:end], symbols[end:], source)
 
 
 class Sampler:

@@ -1,15 +1,11 @@
-"""The generator behind tests/faults: every op, recipe, quantizer, dtype, gradient mask and hard value.
-
-A `Case` is an op with its inputs and an oracle in plain torch, written without te_ops. A fault that
-applies to one op is tested over all cases it can apply to; `test_cases.py` asserts what is covered.
-"""
+"""Every op with its inputs and an oracle in plain torch, written without te_ops."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,125 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import te_ops as te
+from tests.faults.cases.results import Result, backward, outputs_of
 
 WIDTH = 64
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ROWS = (0, 1, 3, 24, 33, 128)
-
-# -- numbers in, numbers out
-
-
-@dataclass
-class Result:
-    """Outputs, input gradients and parameter gradients of one run."""
-
-    outputs: list[torch.Tensor]
-    input_grads: list[torch.Tensor | None]
-    param_grads: dict[str, torch.Tensor | None]
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """All of them with names."""
-        for i, t in enumerate(self.outputs):
-            yield f"output {i}", t
-        for i, g in enumerate(self.input_grads):
-            yield f"gradient of input {i}", g
-        for name, g in self.param_grads.items():
-            yield f"gradient of {name}", g
-
-
-def outputs_of(result: Any) -> list[torch.Tensor]:
-    """A call's result as a list."""
-    return list(result) if isinstance(result, tuple | list) else [result]
-
-
-def loss_weights(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Output gradients that differ from element to element, of the outputs' dtypes."""
-    made = []
-    for k, y in enumerate(outputs):
-        ramp = torch.arange(y.numel(), dtype=torch.float64)
-        made.append((torch.sin(ramp * 0.7 + k) + 0.25).reshape(y.shape).to(y.dtype))
-    return made
-
-
-def backward(outputs: Sequence[torch.Tensor], scale: float = 1.0) -> None:
-    """Backward from all outputs at once, each with its own gradient."""
-    live = [
-        (y, w * scale)
-        for y, w in zip(outputs, loss_weights(outputs), strict=True)
-        if y.requires_grad
-    ]
-    torch.autograd.backward([y for y, _ in live], [w for _, w in live])
-
-
-def run(op: nn.Module, xs: Sequence[torch.Tensor]) -> Result:
-    """Forward and backward; outputs are detached."""
-    outputs = outputs_of(op(*xs))
-    if any(y.requires_grad for y in outputs):
-        backward(outputs)
-    return Result(
-        [y.detach() for y in outputs],
-        [x.grad for x in xs],
-        {n: p.grad for n, p in op.named_parameters()},
-    )
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Frobenius norm of the difference over that of the expected value; Inf if NaNs differ."""
-    a, e = actual.double(), expected.double()
-    if not torch.equal(a.isnan(), e.isnan()):
-        return math.inf
-    a, e = a.nan_to_num(0.0), e.nan_to_num(0.0)
-    size, off = e.norm().item(), (a - e).norm().item()
-    if size == 0.0:
-        return 0.0 if off == 0.0 else math.inf
-    return off / size
-
-
-def compare(actual: Result, expected: Result, tolerance: float, dtypes: bool = False) -> None:
-    """The one oracle comparison of these tests: shapes, presence, and values within a relative error.
-
-    A gradient of zeros that the oracle does not give (an unused input) is fine; anything else is not.
-    """
-    got, want = dict(actual.tensors()), dict(expected.tensors())
-    assert list(got) == list(want)
-    for name, e in want.items():
-        a = got[name]
-        if e is None:
-            assert a is None or not a.any(), f"{name}: not expected"
-            continue
-        assert a is not None, f"{name}: missing"
-        assert a.shape == e.shape, f"{name}: shape {tuple(a.shape)}, expected {tuple(e.shape)}"
-        if dtypes:
-            assert a.dtype == e.dtype, f"{name}: dtype {a.dtype}, expected {e.dtype}"
-        error = relative_error(a, e)
-        assert error <= tolerance, f"{name}: relative error {error:.3g} > {tolerance:.3g}"
-
-
-def same(actual: Result, expected: Result) -> None:
-    """Bit for bit."""
-    got, want = dict(actual.tensors()), dict(expected.tensors())
-    assert list(got) == list(want)
-    for name, e in want.items():
-        a = got[name]
-        assert (a is None) == (e is None), name
-        if a is not None and e is not None:
-            assert a.dtype == e.dtype, f"{name}: {a.dtype} and {e.dtype}"
-            assert a.shape == e.shape, f"{name}: {tuple(a.shape)} and {tuple(e.shape)}"
-            assert torch.equal(a.nan_to_num(), e.nan_to_num()), f"{name}: not equal bit for bit"
-            assert torch.equal(a.isnan(), e.isnan()), f"{name}: NaNs differ"
-
-
-def tolerance_of(dtype: torch.dtype) -> float:
-    """Relative Frobenius error of a few roundings; far below 1 %, so that a 1 % fault shows."""
-    return {
-        torch.float64: 1e-11,
-        torch.float32: 2e-5,
-        torch.float16: 4e-3,
-        torch.bfloat16: 8e-3,
-    }[dtype]
-
-
-# -- ops
 
 
 Make = Callable[[torch.dtype], nn.Module]
@@ -176,7 +58,7 @@ class Case:
 
     def expected(self, op: nn.Module, xs: Sequence[torch.Tensor]) -> Result:
         """The oracle in FP64 on the same numbers, gradients included."""
-        twin = _wide_twin(op)
+        twin = wide_twin(op)
         wide = [
             x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
             for x in xs
@@ -204,7 +86,8 @@ class _Names(nn.Module):
             self.register_parameter(name, made)
 
 
-def _wide_twin(op: nn.Module) -> _Names:
+def wide_twin(op: nn.Module) -> nn.Module:
+    """What an oracle reads: the parameters in FP64."""
     return _Names(op)
 
 
@@ -698,216 +581,3 @@ def op_classes() -> dict[str, type]:
         for name, thing in vars(te).items()
         if inspect.isclass(thing) and issubclass(thing, te.Op) and thing not in (te.Op, te.KVCache)
     }
-
-
-# -- recipes and quantizers
-
-
-def mixed(role: te.Role) -> Any:
-    """A custom recipe: another format for each operand and usage."""
-    return {
-        "input": te.HybridQuantizer(te.MXFP8Quantizer(), te.Float8CurrentScalingQuantizer()),
-        "weight": te.recipe.DelayedScaling(amax_history_len=3),
-        "grad_output": te.HybridQuantizer(te.IdentityQuantizer(), te.Float8BlockQuantizer()),
-    }.get(role.operand)
-
-
-_HYBRID, _E4M3 = te.recipe.Format.HYBRID, te.recipe.Format.E4M3
-RECIPES: dict[str, te.Recipe] = {
-    "delayed": te.recipe.DelayedScaling(fp8_format=_HYBRID),
-    "delayed_short": te.recipe.DelayedScaling(
-        fp8_format=_E4M3, margin=1, amax_history_len=2, amax_compute_algo="most_recent"
-    ),
-    "current": te.recipe.Float8CurrentScaling(fp8_format=_HYBRID),
-    "current_e4m3": te.recipe.Float8CurrentScaling(
-        fp8_format=_E4M3, use_power_2_scales=True, amax_epsilon=1e-4
-    ),
-    "current_high": te.recipe.Float8CurrentScaling(backward_override="high_precision"),
-    "current_dequantized": te.recipe.Float8CurrentScaling(backward_override="dequantized"),
-    "block": te.recipe.Float8BlockScaling(fp8_format=_E4M3),
-    "block_hybrid": te.recipe.Float8BlockScaling(
-        fp8_format=_HYBRID, use_f32_scales=True, w_block_scaling_dim=1
-    ),
-    "mxfp8": te.recipe.MXFP8BlockScaling(fp8_format=_E4M3),
-    "mxfp8_hybrid": te.recipe.MXFP8BlockScaling(fp8_format=_HYBRID, enable_2d_quantization=True),
-    "nvfp4": te.recipe.NVFP4BlockScaling(),
-    "nvfp4_plain": te.recipe.NVFP4BlockScaling(
-        disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
-    ),
-    "nvfp4_4over6": te.recipe.NVFP4BlockScaling(nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE"),
-    "nvfp4_row": te.recipe.NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True),
-    "custom": te.recipe.CustomRecipe(qfactory=mixed),
-    "per_layer": te.recipe.PerLayer(
-        layers={
-            "0": te.recipe.MXFP8BlockScaling(),
-            "1*": te.recipe.DelayedScaling(amax_history_len=4),
-        },
-        default=te.recipe.Float8CurrentScaling(),
-    ),
-}
-STOCHASTIC = ("nvfp4", "nvfp4_4over6", "nvfp4_row")
-DELAYED = ("delayed", "delayed_short", "custom", "per_layer")
-every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
-MODES: dict[str, te.Recipe | None] = {"none": None, **RECIPES}
-every_mode = pytest.mark.parametrize("recipe", MODES.values(), ids=list(MODES))
-# One mode a recipe class and both gradient formats, for matrices with further axes.
-SOME = ("none", "delayed", "current_high", "block_hybrid", "mxfp8_hybrid", "nvfp4", "custom")
-some_modes = pytest.mark.parametrize("recipe", [MODES[n] for n in SOME], ids=SOME)
-
-
-def within(recipe: te.Recipe | None) -> te.autocast:
-    """The autocast of a mode."""
-    return te.autocast(enabled=recipe is not None, recipe=recipe)
-
-
-def step(
-    op: nn.Module, xs: Sequence[torch.Tensor], recipe: te.Recipe | None, seed: int = 3
-) -> Result:
-    """One training step under a recipe with fresh gradients; stochastic rounding starts from `seed`."""
-    for tensor in (*xs, *op.parameters()):
-        tensor.grad = None
-    torch.manual_seed(seed)
-    with within(recipe):
-        outputs = outputs_of(op(*xs))
-    if any(y.requires_grad for y in outputs):
-        backward(outputs)
-    return Result(
-        [y.detach() for y in outputs],
-        [x.grad for x in xs],
-        {n: p.grad for n, p in op.named_parameters()},
-    )
-
-
-QUANTIZERS: list[te.Quantizer] = [
-    te.Float8Quantizer(),
-    te.Float8Quantizer(torch.float8_e5m2),
-    te.Float8CurrentScalingQuantizer(),
-    te.Float8CurrentScalingQuantizer(torch.float8_e5m2),
-    te.Float8CurrentScalingQuantizer(force_pow_2_scales=True, amax_epsilon=0.125),
-    te.Float8BlockQuantizer(),
-    te.Float8BlockQuantizer(torch.float8_e5m2, force_pow_2_scales=False),
-    te.Float8BlockQuantizer(block_scaling_dim=2),
-    te.MXFP8Quantizer(),
-    te.MXFP8Quantizer(torch.float8_e5m2),
-    te.MXFP8Quantizer(with_2d_quantization=True),
-    te.NVFP4Quantizer(),
-    te.NVFP4Quantizer(with_2d_quantization=True),
-    te.NVFP4Quantizer(with_rht=True, stochastic_rounding=True),
-    te.NVFP4Quantizer(row_scaled=True),
-    te.NVFP4Quantizer(four_over_six=True),
-    te.HybridQuantizer(te.MXFP8Quantizer(), te.NVFP4Quantizer(with_rht=True)),
-    te.HybridQuantizer(
-        te.Float8CurrentScalingQuantizer(),
-        te.Float8BlockQuantizer(),
-        columnwise_source="rowwise_dequantized",
-    ),
-    te.IdentityQuantizer(),
-    te.IdentityQuantizer(torch.bfloat16),
-]
-every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: q.describe())
-every_usage = pytest.mark.parametrize(
-    ("rowwise", "columnwise"),
-    [(True, False), (False, True), (True, True)],
-    ids=["row", "col", "both"],
-)
-
-
-def quantizer_classes() -> dict[str, type]:
-    """Every concrete quantizer that te_ops exports."""
-    return {
-        name: thing
-        for name, thing in vars(te).items()
-        if inspect.isclass(thing)
-        and issubclass(thing, te.Quantizer)
-        and not inspect.isabstract(thing)
-    }
-
-
-def recipe_classes() -> dict[str, type]:
-    """Every recipe that te_ops.recipe offers: none that others are made of."""
-    found = {
-        name: thing
-        for name, thing in vars(te.recipe).items()
-        if inspect.isclass(thing) and issubclass(thing, te.Recipe)
-    }
-    bases = {base for kind in found.values() for base in kind.__mro__[1:]}
-    return {name: kind for name, kind in found.items() if kind not in bases}
-
-
-def make_quantized(x: torch.Tensor, quantizer: te.Quantizer, **usage: bool) -> te.QuantizedTensor:
-    """`x` quantized with the state and seed that the quantizer wants."""
-    state = torch.tensor([3.0]) if quantizer.stateful else None
-    seed = torch.tensor(17) if quantizer.stochastic else None
-    return te.quantize(x, quantizer, **usage, state=state, seed=seed)
-
-
-# -- hard values
-
-
-@dataclass(frozen=True)
-class Values:
-    """A way to fill a tensor."""
-
-    name: str
-    fill: Callable[[tuple[int, ...]], torch.Tensor] = field(repr=False)
-    finite: bool = True
-
-
-def _with(value: float) -> Callable[[tuple[int, ...]], torch.Tensor]:
-    def fill(shape: tuple[int, ...]) -> torch.Tensor:
-        x = torch.randn(shape)
-        if x.numel():
-            x.view(-1)[x.numel() // 2] = value
-        return x
-
-    return fill
-
-
-def _zero_row(shape: tuple[int, ...]) -> torch.Tensor:
-    x = torch.randn(shape)
-    if x.numel():
-        x[0] = 0.0
-    return x
-
-
-VALUES = [
-    Values("normal", torch.randn),
-    Values("zeros", torch.zeros),
-    Values("negative_zeros", lambda s: -torch.zeros(s)),
-    Values("tiny", lambda s: torch.full(s, 1e-38)),
-    Values("subnormal", lambda s: torch.full(s, 1e-44)),
-    Values("small", lambda s: 1e-3 * torch.randn(s)),
-    Values("huge", lambda s: 1e38 * torch.randn(s).sign()),
-    Values("outlier", _with(3e4)),
-    Values("zero_row", _zero_row),
-    Values("inf", _with(math.inf), finite=False),
-    Values("minus_inf", _with(-math.inf), finite=False),
-    Values("nan", _with(math.nan), finite=False),
-    Values("all_nan", lambda s: torch.full(s, math.nan), finite=False),
-]
-every_value = pytest.mark.parametrize("values", VALUES, ids=lambda v: v.name)
-
-
-# -- gradient masks
-
-
-def grad_masks(
-    op: nn.Module, xs: Sequence[torch.Tensor]
-) -> list[tuple[tuple[bool, ...], tuple[bool, ...]]]:
-    """All subsets of what can have a gradient (all, none, each alone, all but each, beyond six)."""
-    slots = [x.is_floating_point() for x in xs] + [True] * len(list(op.parameters()))
-    free = [i for i, s in enumerate(slots) if s]
-    picks: list[tuple[int, ...]]
-    if len(free) <= 4:
-        picks = [
-            tuple(i for k, i in enumerate(free) if bits >> k & 1) for bits in range(2 ** len(free))
-        ]
-    else:
-        ones = [(i,) for i in free]
-        rest = [tuple(k for k in free if k != i) for i in free]
-        picks = [(), tuple(free), *ones, *rest]
-    made = []
-    for pick in picks:
-        mask = tuple(i in pick for i in range(len(slots)))
-        made.append((mask[: len(xs)], mask[len(xs) :]))
-    return made
