@@ -143,12 +143,14 @@ class _Place:
 
     def __call__(self, stream: int) -> None:
         a, b, d, a_scale, b_scale = self.words[:_USED]
-        if self._last is None:
-            self._describe(a, b)
-        elif self._last != (a, b):
-            for move, address in zip(self._moves, (a, b), strict=True):
-                maps.check(move(address))
-        self._last = (a, b)
+        if self._last != (a, b):
+            last, self._last = self._last, None  # after an error both maps are written anew
+            if last is None:
+                self._describe(a, b)
+            else:
+                for move, address in zip(self._moves, (a, b), strict=True):
+                    maps.check(move(address))
+            self._last = (a, b)
         _ADDRESSES.pack_into(self._memory, self._numbers, a_scale, b_scale, d)
         self._launch(stream)
 

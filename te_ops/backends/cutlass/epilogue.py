@@ -12,8 +12,7 @@ from quack.epilogue.mixin import ComposableEpiMixin
 from quack.epilogue.ops import DStore
 from quack.rounding import RoundingMode
 
-from te_ops.backends.cutlass.gemm import main_output
-from te_ops.backends.cutlass.spec import Epilogue, Format, GemmSpec, Load
+from te_ops.backends.cutlass.spec import Epilogue, Format, GemmSpec, Load, main_output
 from te_ops.backends.cutlass.stores import ColumnSum, QuantStore
 
 TYPES: dict[str, Any] = {

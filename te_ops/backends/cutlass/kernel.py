@@ -28,8 +28,7 @@ from te_ops.backends.cutlass.epilogue import (
     field_name,
     function_of,
 )
-from te_ops.backends.cutlass.gemm import arguments, main_output
-from te_ops.backends.cutlass.spec import Epilogue, Format, GemmSpec, Load
+from te_ops.backends.cutlass.spec import Epilogue, Format, GemmSpec, Load, arguments, main_output
 from te_ops.backends.cutlass.stores import (
     Argument,
     ColumnLoad,

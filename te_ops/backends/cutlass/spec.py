@@ -166,6 +166,35 @@ class GemmSpec:
         ).hexdigest()
 
 
+def arguments(spec: GemmSpec) -> list[tuple[str, bool]]:
+    """The epilogue's arguments in the compiled function's order: (name, whether it is passed as an address).
+
+    A name that comes twice stands for the halves of one tensor.
+    """
+    e = spec.epilogue
+    found = [(name, True) for name in ("scale_a", "scale_b") if spec.scaled]
+    for index, load in enumerate(e.loads):
+        both = load.pair and not (e.acc_pair and load.shape == "row")
+        found += [(f"load{index}", load.shape == "scalar")] * (2 if both else 1)
+    main = main_output(e)
+    if e.acc_store is not None and main != "acc":
+        found += [("acc", False)] * (2 if e.acc_pair else 1)
+    if e.store is not None and main != "y":
+        found += [("y", False)] * e.outs
+    q = e.quantized
+    if q is not None:
+        found += [(name, name == "amax") for name in ("row", "col", "amax") if getattr(q, name)]
+        found += [(name, True) for name in ("scale", "scale_inv") if q.row or q.col]
+    return found + [("sums", False)] * (e.outs if e.sums else 0)
+
+
+def main_output(epilogue: Epilogue) -> str | None:
+    """The output that the main loop's own store writes: "y" or "acc", of full width and not quantized."""
+    if epilogue.store is not None:
+        return "y" if epilogue.outs == 1 and not epilogue.acc_pair else None
+    return "acc" if epilogue.acc_store is not None and not epilogue.function else None
+
+
 def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
     if isinstance(value, dict):
         return [item for k, v in value.items() for item in _flat(v, f"{path}.{k}")]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from te_ops.backends.cudnn.problem import HALF, LENGTHS
-from te_ops.backends.flash.limits import FEATURES, STEP
+from te_ops.backends.flash.limits import FEATURES, STEP, WIDER
 from te_ops.backends.flash.problem import Problem
 
 _TAKEN = {"q", "k", "v", "o", "lse", "do", *LENGTHS}
@@ -49,6 +49,7 @@ GATES: tuple[Gate, ...] = (
         _features,
         f"the features of a head must divide by 8, and be {FEATURES} at most",
     ),
+    Gate("wider values", lambda p: p.sizes.d_v > p.sizes.d_qk, WIDER),
     Gate(
         "features of a gradient",
         lambda p: p.backward and any(size % STEP for size in (p.sizes.d_qk, p.sizes.d_v)),

@@ -198,7 +198,9 @@ class Attention:
             strides += (0, *steps[1:]) if self.problem.padded else steps
         band = self.form.band
         window = band.left is not None or band.right not in (None, 0)
-        ends = (band.left, band.right) if window else (None, None)
+        far = n.s_q + n.s_kv  # the kernels count in 32 bits, and a side this wide hides nothing
+        sides = (band.left, band.right) if window else (None, None)
+        ends = [side if side is None else min(side, far) for side in sides]
         return (tuple(n), tuple(strides), self.form.scale, *ends)
 
     def _hides_rows(self, n: Sizes) -> bool:

@@ -12,6 +12,10 @@ STEP = 32  # features of a gradient: the kernels before and after it pad to this
 TILE = 128  # rows of the largest block
 WIDE = 64  # features of FP32 sums are padded to this at most
 
+# flash-attn picks tiles by the features of q and k: of wider values, one kernel in three asks for more shared memory
+# than an H200 has (backward 64/128: 248,832 bytes of 232,448), or for more registers, and some compile all the same.
+WIDER = "the kernels take no more features of v than of q and k"
+
 TENSORS = {False: ("q", "k", "v", "o"), True: ("q", "k", "v", "o", "do", "dq", "dk", "dv")}
 """Whose strides a call names, forward and backward."""
 
@@ -35,6 +39,8 @@ def refuse(spec: FlashSpec, arch: str = ARCH) -> str | None:
     for name, size in (("q and k", spec.features), ("v", spec.values)):
         if size % 8 or not 8 <= size <= FEATURES:
             return f"heads of {name} have {size} features; the kernel takes 8 to {FEATURES} that divide by 8"
+    if spec.values > spec.features:
+        return WIDER
     if spec.backward and (spec.features % STEP or spec.values % STEP):
         return f"the features of a gradient divide by {STEP}, not {spec.features} and {spec.values}"
     if spec.backward and spec.group > 1 and spec.features != spec.values:

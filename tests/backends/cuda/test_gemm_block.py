@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 
 from te_ops.backends.cublas import lt, scaled
 from te_ops.backends.cuda import compile as compiler
-from te_ops.backends.cuda import gemm_block
+from te_ops.backends.cuda import gemm_block, maps
+from te_ops.errors import PlanError
 from te_ops.registry import Call
 from tests.backends.cublas.problems import FORMATS, operands, single
 
@@ -84,6 +87,44 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SINGLE.available() == (compiler.missing() or lt.missing())
     monkeypatch.setenv(gemm_block.SWITCH, "0")
     assert f"{gemm_block.SWITCH}=0" in str(SINGLE.available())
+
+
+class _Driver:
+    """Stands for the driver: keeps the address of each map, and refuses those that are odd."""
+
+    def __init__(self) -> None:
+        self.maps: dict[int, int] = {}
+
+    def move(self, into: int, address: int) -> int:
+        if address % 2:
+            return 1
+        self.maps[into] = address
+        return 0
+
+    def encode(self, into: int, address: int, *layout: Any) -> None:
+        maps.check(self.move(into, address))
+
+
+def test_an_address_that_the_driver_refuses_leaves_no_map_of_another_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = _Driver()
+    monkeypatch.setattr(maps, "encode", driver.encode)
+    monkeypatch.setattr(maps, "mover", lambda into: functools.partial(driver.move, into))
+    monkeypatch.setattr(maps, "error_text", str)
+    seen: list[list[int]] = []
+    launched = SimpleNamespace(
+        prepare=lambda words, base: lambda stream: seen.append(list(driver.maps.values()))
+    )
+    kernel: Any = SimpleNamespace(blocks=lambda count: launched)
+    monkeypatch.setattr(lt, "device", lambda index: torch.device("cpu"))
+    prepared = gemm_block.Prepared(0, _product(), kernel)
+    prepared.run([16, 32, 0, 0, 0], 0)
+    with pytest.raises(PlanError, match="takes no such address"):
+        prepared.run([48, 33, 0, 0, 0], 0)
+    prepared.run([16, 32, 0, 0, 0], 0)
+    prepared.run([64, 32, 0, 0, 0], 0)
+    assert seen == [[16, 32], [16, 32], [64, 32]]
 
 
 # -- where it is faster: docs/design/0021

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from te_ops.backends.cutlass import gemm, limits
-from te_ops.backends.cutlass.spec import Epilogue, GemmSpec, Load, Quantized, Tiling
+from te_ops.backends.cutlass.spec import Epilogue, GemmSpec, Load, Quantized, Tiling, arguments
 from te_ops.errors import PlanError
 from te_ops.pointwise import Fn, activations, lower, prelude, symbol
 
@@ -163,7 +163,7 @@ def test_a_row_of_pairs_is_one_argument_of_a_paired_accumulator() -> None:
     biased = replace(
         SWIGLU, loads=(Load("row", "bf16", pair=True), Load("scalar", "fp32")), quantized=None
     )
-    names = [name for name, _ in gemm.arguments(fp8(biased))]
+    names = [name for name, _ in arguments(fp8(biased))]
     assert names == ["scale_a", "scale_b", "load0", "load1", "acc", "acc"]
 
 

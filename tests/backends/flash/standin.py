@@ -90,6 +90,7 @@ def kernel(spec: FlashSpec, score: Score | None = None) -> Any:
         *addresses, sizes, strides, scale, left, right, stream = given
         assert stream == 0
         assert [x is not None for x in (left, right)] == [spec.left, spec.right]
+        assert all(x is None or abs(x) < 2**31 for x in (left, right))
         known = _Given(spec, sizes, strides)
         places = known.places(tuple(addresses[-4:]))
         order = list(ours)

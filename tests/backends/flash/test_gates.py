@@ -66,7 +66,8 @@ THD: dict[str, Any] = {"layout": "thd", "kv_layout": "thd", "more": LENS}
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dtype": ({"dtype": FP32}, {"dtype": torch.float16}),
     "empty": ({"s": (0, 0)}, {"s": (1, 1)}),
-    "features": ({"d": (64, 260)}, {"d": (64, 256), "h": (2, 2)}),
+    "features": ({"d": (260, 64)}, {"d": (256, 64), "h": (2, 2)}),
+    "wider values": ({"d": (64, 96), "h": (2, 2)}, {"d": (96, 64), "h": (2, 2)}),
     "features of a gradient": ({"d": (48, 48), "backward": True}, {"d": (48, 48)}),
     "shared keys": (
         {"d": (192, 128), "backward": True},
