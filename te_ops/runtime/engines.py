@@ -194,9 +194,12 @@ class _Replay:
         before = generator.get_offset()
         self.graph.replay()
         build, results = AROUND.get("cuda"), self.results[:leaving]
-        if generator.get_offset() != before or build is None or not all(map(_dense, results)):
-            self.around[leaving] = None
-        else:
+        self.around[leaving] = None  # also if building raises: torch's replay works
+        drawn = generator.get_offset() != before
+        # A lazily conjugated value has the bytes of another one; only complex ones come so.
+        if build is None or drawn or any(r.is_complex() for r in self.reads):
+            return
+        if all(map(_copied_by_bytes, results)):
             with torch.cuda.device(self.device):
                 raw = self.graph.raw_cuda_graph()
                 self.around[leaving] = build(raw, self.device, self.reads, results)
@@ -205,8 +208,10 @@ class _Replay:
 _address = torch.Tensor.data_ptr
 
 
-def _dense(result: torch.Tensor) -> bool:
-    """Whether its bytes, copied to the room for it, are the result."""
+def _copied_by_bytes(result: torch.Tensor) -> bool:
+    """Whether its bytes, copied 16 at a time to the room for it, are the result."""
+    if result.data_ptr() % 16 or result.is_conj() or result.is_neg():
+        return False
     return torch.empty_like(room_for(result), device="meta").stride() == result.stride()
 
 

@@ -91,6 +91,7 @@ class Watched:
         scales: list[Any] = [table["scale"] for table in self.scales]
         try:  # a scale is one FP32 number, wherever it lies
             places: list[Any] = [*map(_address, held), *map(_address, scales), *map(_form, held)]
+            places += map(_stride, held)
         except (
             AttributeError,
             RuntimeError,
@@ -111,6 +112,7 @@ def _taken(m: nn.Module) -> Any:
 
 
 _address = torch.Tensor.data_ptr
+_stride = torch.Tensor.stride
 _form = attrgetter("shape", "dtype", "requires_grad")
 _training = attrgetter("training")
 
@@ -120,6 +122,6 @@ def _place(t: torch.Tensor | None) -> Any:
     if t is None:
         return None
     try:
-        return t.data_ptr(), t.shape, t.dtype, t.requires_grad
+        return t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad
     except RuntimeError:  # no storage of its own
-        return id(t), t.shape, t.dtype, t.requires_grad
+        return id(t), t.shape, t.stride(), t.dtype, t.requires_grad

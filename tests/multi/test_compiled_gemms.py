@@ -64,6 +64,7 @@ def _worker(rank: int, folder: str) -> None:
     os.environ["TE_OPS_CUTLASS_CACHE"] = f"{folder}/{rank}"  # two machines
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     Path(folder, f"{rank}.json").write_text(json.dumps(_steps(rank)))
+    dist.barrier()  # the other one may still be reading
     dist.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from te_ops.errors import PlanError
 from te_ops.runtime import engines
 from te_ops.runtime.engines import _Replay, room_for
 
@@ -150,6 +151,45 @@ def test_results_with_gaps_are_copied_by_torch(case: Case) -> None:
         case.check(inputs())
     assert case.graph.replays == 2
     assert not case.made
+
+
+@pytest.mark.parametrize("kind", ["offset", "negated", "conjugated"])
+def test_results_that_are_no_bytes_in_their_place_are_copied_by_torch(
+    case: Case, kind: str
+) -> None:
+    result = {
+        "offset": torch.zeros(5)[1:],
+        "negated": torch._neg_view(torch.zeros(4)),
+        "conjugated": torch.zeros(4, dtype=torch.complex64).conj(),
+    }[kind]
+    case.graph.results[0] = result
+    case.replay = _Replay(case.graph, torch.device("cuda", 0), case.graph.reads, case.graph.results)
+    for _ in range(2):
+        case.check(inputs())
+    assert case.graph.replays == 2
+    assert not case.made
+
+
+def test_complex_values_may_be_lazy_and_are_copied_by_torch(case: Case) -> None:
+    case.graph.reads[0] = torch.zeros(4, dtype=torch.complex64)
+    case.graph.results[0] = torch.zeros(4, dtype=torch.complex64)
+    case.replay = _Replay(case.graph, torch.device("cuda", 0), case.graph.reads, case.graph.results)
+    for _ in range(2):
+        case.check([torch.randn(4, dtype=torch.complex64).conj(), torch.randn(2, 3)])
+    assert not case.made
+
+
+def test_a_launch_that_cannot_be_built_leaves_torchs_replay(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*_: Any) -> Any:
+        raise PlanError("no compiler")
+
+    monkeypatch.setitem(engines.AROUND, "cuda", build)
+    with pytest.raises(PlanError, match="no compiler"):
+        case.check(inputs())
+    case.check(inputs())
+    assert case.graph.replays == 2
 
 
 def test_what_is_there_already_is_not_copied(case: Case) -> None:

@@ -364,6 +364,24 @@ def test_writers_of_parameters_are_seen(engine: Rerun) -> None:
     check()
 
 
+def test_a_parameter_turned_over_in_its_place_is_seen(engine: Rerun) -> None:
+    model = te.Sequential(te.Linear(32, 32, bias=False))
+    graphed = te.make_graphed(model, data())
+    for _ in range(2):
+        for _ in range(3):
+            graphed(data())
+        before = engine.replayed
+        assert torch.equal(graphed(data()), model(data()))
+        assert engine.replayed > before
+        weight = model[0].weight
+        address, weight.data = weight.data_ptr(), weight.data.t()
+        assert weight.data_ptr() == address
+        assert torch.equal(graphed(data()), model(data()))
+    for _ in range(3):
+        graphed(data())
+    assert graphed.captured > 1
+
+
 # -- what else may happen
 
 

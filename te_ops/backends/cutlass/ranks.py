@@ -6,6 +6,7 @@ at each of the first ones, later at every 32nd.
 
 from __future__ import annotations
 
+import atexit
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,10 +39,16 @@ class Group:
         """Count a boundary; whether the ranks decide at it."""
         default = dist.distributed_c10d._get_default_group()
         if default is not self.default:
+            if self.default is None:
+                atexit.register(self._forget)
             self.default, self.steps = default, 0
             self.group = dist.new_group(backend="gloo")
         self.steps += 1
         return self.steps <= EACH or self.steps % OFTEN == 0
+
+    def _forget(self) -> None:
+        """A gloo group that is freed with the interpreter ends its threads too late: the process aborts."""
+        self.default = self.group = None
 
     def decide(self, mine: dict[str, Vote]) -> dict[str, Vote]:
         """What all ranks say together of the kernels of this one: ready if it is so on every rank that named it."""
