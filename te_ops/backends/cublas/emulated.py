@@ -1,9 +1,10 @@
-"""Products of records that no tensor core reads, in BF16 arithmetic as exact as FP32's.
+"""Products of records that no tensor core reads, in BF16 arithmetic that loses nothing beside a 16-bit result.
 
 A code times the scale of its block is few bits times a power of two, which BF16 holds. A scale of the whole tensor has
 24 bits: it multiplies the result instead, in FP32. What BF16 does not hold in this way is the sum of two numbers that
 it holds, high + low, with 16 bits between them. The product is then high x high + high x low + low x high; the three
-stand side by side along the contraction, so that one BF16 GEMM adds them up in FP32.
+stand side by side along the contraction, so that one BF16 GEMM adds them up in FP32. Of an FP32 result such a pair
+keeps 2^-17 of the largest summand; products whose values BF16 holds keep FP32's exactness.
 """
 
 from __future__ import annotations

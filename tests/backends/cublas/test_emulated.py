@@ -74,6 +74,16 @@ def test_only_what_bf16_cannot_hold_is_split(library, pair, terms, layout) -> No
     assert library.calls[0]["a"].shape[1] == (2 if one_turned else terms) * 32
 
 
+@pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_fp32_results_keep_17_bits(library, pair, layout) -> None:
+    a, b = operands(layout, (16, 32, 64), PAIRS[pair])
+    call = single(a, b, layout, dtype=torch.float32)
+    y, expected = run(EMULATED, call, a, b), exact(a, b, layout)
+    assert y.dtype is torch.float32
+    assert float((y.double() - expected).norm()) <= 2**-17 * float(expected.norm())
+
+
 @pytest.mark.parametrize("layout", ["nt", "tn"])
 def test_leading_dimensions_and_zero_rows(library, layout) -> None:
     quantizer = te.NVFP4Quantizer()
