@@ -92,13 +92,18 @@ def _pipeline(name: str, entry: Mapping[str, Any], results: Mapping[str, Any]) -
     return title, rows
 
 
+def _failed(name: str, row: Mapping[str, Any], head: list[str]) -> list[str]:
+    """The line of a case that has no figures, as wide as the others."""
+    return [name, "failed: " + row["failed"][:90]] + [""] * (len(head) - 2)
+
+
 def _streams(rows: Mapping[str, Any]) -> Table:
     peers = list(dict.fromkeys(p for r in rows.values() for p in r.get("us", {})))
     peers = [p for p in peers if p not in ("te_ops", "copy")]
     table = [["case", "MB", "te_ops us", "copy us", "of copy", *(f"{p} us" for p in peers), "launches"]]  # fmt: skip
     for name, row in rows.items():
         if "failed" in row:
-            table.append([name, "failed: " + row["failed"][:90]] + [""] * (len(table[0]) - 2))
+            table.append(_failed(name, row, table[0]))
             continue
         us = row["us"]
         table.append(
@@ -120,7 +125,7 @@ def _fused(rows: Mapping[str, Any]) -> Table:
               "tiling"]]  # fmt: skip
     for name, row in rows.items():
         if "failed" in row:
-            table.append([name, "failed: " + row["failed"][:90]] + [""] * (len(table[0]) - 2))
+            table.append(_failed(name, row, table[0]))
             continue
         us = row["us"]
         table.append(
@@ -149,7 +154,7 @@ def _attention(rows: Mapping[str, Any]) -> Table:
     ]
     for name, row in rows.items():
         if "failed" in row:
-            table.append([name, "failed: " + row["failed"][:90]] + [""] * (len(table[0]) - 2))
+            table.append(_failed(name, row, table[0]))
             continue
         us = (row["us"].get(side, {}) for side in ("forward", "backward"))
         table.append(
