@@ -10,11 +10,12 @@ FP8, "nudged" is dense again with every weight moved by one part in a million. T
 matters end up apart too: the nudged arm shows by how much, and a gap is read against that.
 
 Loss is the mean of the last tenth of the steps. Cosines are of gradients at the same weights and on the same held-out
-batch, at a tenth, in the middle and at the end of the dense run: cached with dense, cached with FP32, dense with FP32,
-each of the layer where it is least. With --also they are taken at the end for other recipes too, at those weights.
+batch, at a tenth, in the middle and at the end of a run, the dense one if it is there: cached with dense, cached with
+FP32, dense with FP32, each of the layer where it is least. With --also they are taken at the end for other recipes too,
+at those weights.
 
 --seconds shortens the runs, by the time that a step takes, so that everything ends in that time; the report says how
-many tokens were seen. Seeds may run one by one, on as many devices as there are, and be merged afterwards.
+many tokens were seen. Seeds and arms may run one by one, on as many devices as there are, and be merged afterwards.
 
 On a GPU the bytes that an MLP of Llama's sizes keeps are counted first: memory seen by saved-tensor hooks, without
 parameters and copies of weights, the same way for Transformer Engine where it is installed.
@@ -168,10 +169,22 @@ class Pair:
         """Loss above the dense arm's, as a share of it."""
         return self.losses[arm] / self.losses["dense"] - 1
 
+    def joined(self, other: Pair) -> Pair:
+        """The arms of both, and what was seen in either."""
+        return replace(
+            other,
+            losses={**self.losses, **other.losses},
+            cosines=tuple(dict.fromkeys(self.cosines + other.cosines)),
+            also={**self.also, **other.also},
+            ms={**self.ms, **other.ms},
+        )
+
     def __str__(self) -> str:
         losses = "  ".join(f"{name} {loss:.5f}" for name, loss in self.losses.items())
-        gaps = "  ".join(f"{name} {self.gap(name):+.3%}" for name in self.losses if name != ARMS[0])
-        lines = [f"seed {self.seed}  {losses}", f"gap      {gaps}"]
+        lines = [f"seed {self.seed}  {losses}"]
+        if ARMS[0] in self.losses:
+            others = (name for name in self.losses if name != ARMS[0])
+            lines.append(f"gap      {'  '.join(f'{n} {self.gap(n):+.3%}' for n in others)}")
         lines.append(f"cosines  {'; '.join(map(str, self.cosines))}")
         lines += [f"  {name:8} {found}" for name, found in self.also.items()]
         layers = " ".join(f"{name} {cosine:.5f}" for name, cosine in self.layers.items())
@@ -202,7 +215,7 @@ def trained(trainer: Trainer, name: str, look: Look | None = None) -> float:
 def pair(
     settings: Settings, corpus: text.Text, arms: Sequence[str] = ARMS, also: Sequence[Arm] = ()
 ) -> Pair:
-    """The arms of one seed, dense first."""
+    """The arms of one seed; cosines are those at the weights of the first."""
     losses: dict[str, float] = {}
     ms: dict[str, float] = {}
     seen: list[Compared] = []
@@ -220,7 +233,7 @@ def pair(
             with torch.no_grad():
                 for p in trainer.model.parameters():
                     p.mul_(1 + NUDGE * torch.randn_like(p))
-        losses[name] = trained(trainer, name, look if name == ARMS[0] else None)
+        losses[name] = trained(trainer, name, look if name == arms[0] else None)
         ms[name] = statistics.median(trainer.times) * 1e3
         say(f"  {name}: loss {losses[name]:.5f}, {ms[name]:.1f} ms a step")
     found = tuple(c.worst for c in seen)
@@ -316,7 +329,7 @@ def kept(
 
 def report(pairs: Sequence[Pair]) -> None:
     """Means over the seeds, with their spread, beside the pass lines."""
-    for name in [n for n in pairs[0].losses if n != ARMS[0]]:
+    for name in [n for n in pairs[0].losses if n != ARMS[0] and ARMS[0] in pairs[0].losses]:
         gap, spread, error = gap_of(pairs, name)
         say(f"{name:8} gap {gap:+.3%}, spread of the paired gaps {spread:.3%}, error {error:.3%}")
     say(f"pass lines: gap {GAP:.1%}, cosine {COSINE}")
@@ -347,7 +360,10 @@ class Run(NamedTuple):
 
 
 def merged(paths: Sequence[Path]) -> tuple[dict[tuple[Any, ...], list[Pair]], list[Kept]]:
-    """Pairs by what they share, sorted by seed, and bytes kept; of what was run twice, the last."""
+    """Pairs by what they share, sorted by seed, and bytes kept; of what was run twice, the last.
+
+    Files with different arms of a seed are one pair.
+    """
     pairs: dict[tuple[Any, ...], dict[int, Pair]] = {}
     memory: dict[tuple[str, str], Kept] = {}
     for path in paths:
@@ -355,7 +371,9 @@ def merged(paths: Sequence[Path]) -> tuple[dict[tuple[Any, ...], list[Pair]], li
         for entry in found["runs"]:
             made = Pair.read(entry["pair"])
             key = tuple(entry[name] for name in Run._fields[:-1])
-            pairs.setdefault(key, {})[made.seed] = made
+            seeds = pairs.setdefault(key, {})
+            seen = seeds.get(made.seed)
+            seeds[made.seed] = made if seen is None else seen.joined(made)
         for entry in found["kept"]:
             memory[entry["pipeline"], entry["recipe"]] = Kept(**entry)
     ordered = {key: [by_seed[s] for s in sorted(by_seed)] for key, by_seed in pairs.items()}
@@ -430,7 +448,7 @@ def arguments() -> argparse.Namespace:
     add("--recipe", default="delayed", help="of all arms; fp32 or bf16 for none")
     add("--also", nargs="*", default=[], metavar="RECIPE", help="cosines of these at the end")
     add("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    add("--arms", nargs="*", choices=ARMS, default=list(ARMS), help="dense must be there")
+    add("--arms", nargs="*", choices=ARMS, default=list(ARMS), help="without dense: for --merge")
     add("--steps", type=int, help="300 on a CPU, else 916: 30 M tokens")
     add("--lr", type=float)
     add("--text", help="a file; default: the Python standard library's sources")
@@ -440,8 +458,6 @@ def arguments() -> argparse.Namespace:
     add("--merge", type=Path, nargs="*", help="run nothing; report what these files hold")
     add("--page", type=Path, help="fill the marked regions of this page")
     given = parser.parse_args()
-    if ARMS[0] not in given.arms:
-        parser.error("--arms without dense: there is nothing to compare with")
     given.arms = [name for name in ARMS if name in given.arms]
     return given
 
@@ -502,6 +518,9 @@ def main() -> None:
         groups = {tuple(r[:-1]): [s.pair for s in runs] for r in runs}
         if given.json:
             write(given.json, runs, memory)
+    alone = [str(p.seed) for pairs in groups.values() for p in pairs if ARMS[0] not in p.losses]
+    if alone and given.page:
+        sys.exit(f"no dense run of seed {', '.join(alone)}: --merge the file that has it too")
     for key, pairs in groups.items():
         say(", ".join(map(str, key)))
         report(pairs)

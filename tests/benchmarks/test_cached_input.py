@@ -105,6 +105,26 @@ def test_seeds_of_several_files_make_a_table(tmp_path: Path) -> None:
     assert cached_input.tables({}, []) == {}
 
 
+def test_arms_of_several_files_make_a_pair(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = ("delayed", "GPU", "12 layers", 30_000_000)
+    parts = []
+    for arm in ARMS:
+        own = replace(PAIRS[1], losses={arm: PAIRS[1].losses[arm]}, ms={arm: PAIRS[1].ms[arm]})
+        cached_input.write(tmp_path / f"{arm}.json", [Run(*key, own)], [])
+        parts.append(str(tmp_path / f"{arm}.json"))
+    groups, _ = cached_input.merged([Path(p) for p in parts])
+    assert groups == {key: PAIRS[1:2]}
+    page = tmp_path / "page.md"
+    monkeypatch.setattr("sys.argv", ["it", "--merge", *parts[1:], "--page", str(page)])
+    with pytest.raises(SystemExit, match="no dense run of seed 1"):
+        cached_input.main()
+    monkeypatch.setattr("sys.argv", ["it", "--merge", *parts[1:]])
+    cached_input.main()
+    assert "gap" not in capsys.readouterr().out.split("pass lines")[0]
+
+
 def test_bytes_are_counted_without_weights() -> None:
     """BF16: gate and up and what is multiplied; cached: a byte and a 32nd instead of two."""
     layers = data.swiglu_mlp(64, 96)[1:]
