@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
 import multiprocessing
 import re
@@ -30,8 +31,10 @@ from typing import Any
 import torch
 
 import te_ops as te
-from te_ops.backends.cuda import KERNELS, launch, swizzle
+from te_ops.backends.cublas import lt
+from te_ops.backends.cuda import KERNELS, around, gemm_block, launch, state, swizzle
 from te_ops.backends.cuda import compile as compiler
+from te_ops.backends.cuda.source import CTYPES
 from te_ops.errors import PlanError
 from te_ops.registry import REGISTRY
 from te_ops.runtime import cache
@@ -76,7 +79,7 @@ def instances(arch: str) -> dict[str, str]:
     found: dict[str, str] = {}
     _add_plans(arch, found)
     _add_cases(arch, found)
-    found.setdefault(swizzle.text(), "swizzle")  # in front of products, no node of its own
+    _add_alone(arch, found)
     return found
 
 
@@ -129,6 +132,21 @@ def _add_cases(arch: str, found: dict[str, str]) -> None:
     with _noting(found):
         for case in every.every_case():
             every.bound(case, cases.drawer(0, "cpu"), (2, WIDTH), arch, "cpu")
+
+
+def _add_alone(arch: str, found: dict[str, str]) -> None:
+    """Those that no node asks for: beside products, recorded graphs and commits, and products of block scales."""
+    found.setdefault(swizzle.text(), "swizzle")
+    found |= {around.text_of(size): "copy_several" for size in around.SIZES}
+    found |= {state.text_of(*sizes): "update_state" for sizes in state.SIZES}
+    if arch != gemm_block.ARCH:
+        return
+    with _noting(found):
+        for scales, d, add in itertools.product(gemm_block.SCALES, CTYPES, (False, True)):
+            e4m3 = torch.float8_e4m3fn
+            gemm_block.kernel_of(
+                lt.Product(WIDTH, WIDTH, WIDTH, e4m3, e4m3, d, scales=scales, accumulate=add), arch
+            )
 
 
 # -- what the compiler made of it

@@ -21,9 +21,10 @@ struct GemmBlockArguments {
   void* d;
   i64 m, n, k, step;
   i64 band;  // tiles down that run before the next column of tiles, so that L2 holds what they read
+  const void* bias;  // [n] of D, or null
 };
 
-template <bool TILES, class D, int INTO> struct GemmBlock {
+template <bool TILES, class D, int INTO, bool BIAS = false> struct GemmBlock {
   static constexpr int GROUPS = 3, STAGES = 5, ROWS = 64 * GROUPS, COLUMNS = 128, VALUES = COLUMNS / 2;
   static constexpr int TURN = TILES ? 2 : 1;  // of four products, after how many the next warp group follows
   static constexpr int A_BYTES = ROWS * 128, CODES = A_BYTES + COLUMNS * 128;
@@ -206,8 +207,23 @@ template <bool TILES, class D, int INTO> struct GemmBlock {
       D* to = (D*)p.d + (i64)r * n + column + 4 * quad();
 #pragma unroll
       for (int i = 0; i < VALUES; i += 8)
-        if (i * 2 < left)
-          put(to + i * 2, total[i + 2 * half], total[i + 2 * half + 1], total[i + 2 * half + 4], total[i + 2 * half + 5]);
+        if (i * 2 < left) {
+          float v[4] = {total[i + 2 * half], total[i + 2 * half + 1], total[i + 2 * half + 4], total[i + 2 * half + 5]};
+          if constexpr (BIAS) plus((const D*)p.bias + column + 4 * quad() + i * 2, v);
+          put(to + i * 2, v[0], v[1], v[2], v[3]);
+        }
+    }
+  }
+  // Several at once would take registers that the products need.
+  static TE_DEVICE void plus(const D* bias, float (&v)[4]) {
+    u32 w[sizeof(D)];
+    read(bias, w);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(D) == 4)
+        v[i] = add(v[i], float_of(w[i]));
+      else
+        v[i] = add(v[i], widen(D{(u16)(w[i / 2] >> (16 * (i % 2)))}));
     }
   }
   static TE_DEVICE void put(D* to, float a, float b, float c, float d) {

@@ -1,6 +1,6 @@
 // RMSNorm and LayerNorm over the last dimension. GROUP threads a row, CHUNKS chunks of eight columns a thread; blocks go
 // through the rows. With STAGES > 0 a thread's chunks lie in shared memory, where STAGES - 1 rows are on their way while
-// one is computed; else in registers.
+// one is computed; else in registers. Short rows of which a thread has several at once: `short_norm`.
 #pragma once
 #include <kernels/norm_feed.cuh>
 
@@ -174,6 +174,102 @@ TE_DEVICE void norm(const NormArguments<S, T, Y, G>& a, float epsilon) {
   if (a.amax) {
     const u32 bits = warp_max(bits_of(most) & 0x7fffffffu);
     if (thread() % 32 == 0 && bits != 0) global_max(a.amax, bits);
+  }
+}
+
+// As `unpack`, by other instructions where there are some: else the assembler keeps what the first pass unpacked, eight
+// registers for four.
+template <class T> TE_DEVICE void unpack_again(const Chunk<T>& c, float (&v)[8]) { unpack<T>(c, v); }
+template <> TE_DEVICE void unpack_again<bf16>(const Chunk<bf16>& c, float (&v)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    v[2 * i] = float_of(byte_perm(c.w[i], 0, 0x1044));
+    v[2 * i + 1] = float_of(byte_perm(c.w[i], 0, 0x3244));
+  }
+}
+
+// Rows that a part of a warp holds in registers. A warp has AT_ONCE * 32 / GROUP rows next to each other: all are on
+// their way before the first is computed, and their statistics are written together.
+template <class S, class T, class Y, class G, int ALIGNED, bool CENTERED, bool ZERO_CENTERED, int GROUP, int CHUNKS,
+          int THREADS, int AT_ONCE>
+TE_DEVICE void short_norm(const NormArguments<S, T, Y, G>& a, float epsilon) {
+  constexpr int APART = 32 / GROUP;
+  static_assert(GROUP <= 32 && AT_ONCE <= GROUP, "a thread writes one row's statistics");
+  const int lane = thread() % 32, place = lane % GROUP, width = (int)a.width;
+  const i64 first = (block() * (THREADS / 32) + thread() / 32) * (APART * AT_ONCE) + lane / GROUP;
+  const float share = div(1.0f, (float)a.width);
+  int turn = 0;
+  auto col = [&](int c) { return 8 * (c * GROUP + place); };
+  auto here = [&](int r, int c) { return first + r * APART < a.rows ? columns_left(width, col(c)) : 0; };
+  typename S::Regs regs[AT_ONCE][CHUNKS];
+  typename S::Cols cols[CHUNKS];
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) {
+    a.source.template load_cols<ALIGNED>(cols[c], col(c), columns_left(width, col(c)));
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; ++r)
+      a.source.template load<ALIGNED, false>(regs[r][c], first + r * APART, col(c), here(r, c));
+  }
+  Chunk<G> gamma[CHUNKS], beta[CHUNKS];
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) {
+    const int wanted = a.y ? columns_left(width, col(c)) : 0;
+    load_again<G, ALIGNED>(a.gamma + col(c), wanted, gamma[c]);
+    if constexpr (CENTERED) load_again<G, ALIGNED>(a.beta + col(c), wanted, beta[c]);
+  }
+  Chunk<T> held[AT_ONCE][CHUNKS];
+  float mean[AT_ONCE], sum[AT_ONCE], v[8], own_mean = 0.0f, own_rstd = 0.0f, most = 0.0f;
+#pragma unroll
+  for (int r = 0; r < AT_ONCE; ++r) {
+    mean[r] = sum[r] = 0.0f;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      Held<S, T>::keep(a.source, cols[c], regs[r][c], here(r, c), held[r][c]);
+      unpack<T>(held[r][c], v);
+      if constexpr (CENTERED) mean[r] = add(mean[r], sum_of(v));
+      else sum[r] = add(sum[r], squares_of<false>(v, 0.0f, 8));
+    }
+  }
+  if constexpr (CENTERED) {
+    group_sums<GROUP, THREADS>(mean, turn);
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; ++r) {
+      mean[r] = mul(mean[r], share);
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c) {
+        unpack_again<T>(held[r][c], v);
+        sum[r] = add(sum[r], squares_of<true>(v, mean[r], columns_left(width, col(c))));
+      }
+    }
+  }
+  group_sums<GROUP, THREADS>(sum, turn);
+#pragma unroll
+  for (int r = 0; r < AT_ONCE; ++r) {
+    const float rstd = inverse_sqrt(add(mul(sum[r], share), epsilon));
+    own_rstd = place == r ? rstd : own_rstd;
+    own_mean = place == r ? mean[r] : own_mean;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      const i64 at = (first + r * APART) * a.width + col(c);
+      if (a.stream) store<T, ALIGNED>(a.stream + at, here(r, c), held[r][c]);
+      if (!a.y) continue;
+      unpack_again<T>(held[r][c], v);
+      normalise<G, CENTERED, ZERO_CENTERED>(v, mean[r], rstd, gamma[c], beta[c]);
+      store<Y, ALIGNED>(a.y + at, here(r, c), v);
+      if (a.amax) {
+        clear_beyond(v, here(r, c));
+        most = most_of<Y>(most, v);
+      }
+    }
+  }
+  const i64 mine = first + place * APART;
+  if (place < AT_ONCE && mine < a.rows) {
+    if (a.rstd) a.rstd[mine] = own_rstd;
+    if (CENTERED && a.mean) a.mean[mine] = own_mean;
+  }
+  if (a.amax) {
+    const u32 bits = warp_max(bits_of(most) & 0x7fffffffu);
+    if (lane == 0 && bits != 0) global_max(a.amax, bits);
   }
 }
 

@@ -79,6 +79,7 @@ TE_DEVICE void norm_backward(const NormBackwardArguments<T, U, G, OTHER>& a) {
   typedef Feed<S, CHUNKS, THREADS, STAGES> F;
   constexpr int ROWS = THREADS / GROUP;
   constexpr int HAVE = SUMS > 0 ? SUMS : 1;
+  if constexpr (SUMS > 0) let_next_begin();  // `norm_sums`
   const i64 stride = blocks() / CLUSTER * ROWS;
   const int place = thread() % GROUP, sub_row = thread() / GROUP, width = (int)a.width;
   const int left = CLUSTER > 1 ? cluster_rank() * (8 * GROUP * CHUNKS) : 0;  // first column of this block
@@ -120,7 +121,10 @@ TE_DEVICE void norm_backward(const NormBackwardArguments<T, U, G, OTHER>& a) {
   float next_rstd = row < a.rows ? a.rstd[row] : 0.0f;
   float next_mean = CENTERED && row < a.rows ? a.mean[row] : 0.0f;
   across.opened();
-  for (i64 first = block() / CLUSTER * ROWS; first < a.rows; first += stride, row += stride) {
+  // The first row of the block's, which a cluster has no register to spare for.
+  i64 first = block() / CLUSTER * ROWS;
+  const auto more = [&] { return (CLUSTER > 1 ? row - sub_row : first) < a.rows; };
+  for (; more(); first += stride, row += stride) {
     const bool exists = row < a.rows;
     const float rstd = next_rstd, mean = next_mean;
     typename S::Regs held[STAGES > 0 ? 1 : CHUNKS];
@@ -219,6 +223,7 @@ template <class G, int THREADS>
 TE_DEVICE void norm_sums(const float* partial, G* dgamma, G* dbeta, i64 slices, i64 width, i64 total) {
   constexpr int GROUPS = THREADS / 32;
   TE_SHARED float shared[GROUPS][32];
+  wait_for_previous();
   const i64 col = block() * 32 + thread() % 32;
   const int group = thread() / 32;
   float sum = 0.0f;

@@ -14,10 +14,11 @@ template <int BY> TE_DEVICE i64 place_of(i64 row, i64 count) {
 
 // L, written by te_ops.backends.cuda.rope: `parts`, and by part `end` (the column after its last), `size` (features of
 // a head), `turned`; `half`, pairs of a head. CHUNKED: chunks of eight columns lie in one head, in one half of its
-// rotated features (or pair by pair), or behind them, on 16 bytes.
-template <class T, class L, bool INTERLEAVED, bool INVERSE, int BY, bool CHUNKED> struct Heads {
+// rotated features (or pair by pair), or behind them, on 16 bytes. APART: how many lanes of a warp away the thread with a
+// chunk's partners is, in a pass in which all threads of a warp compute together; 0: they are read.
+template <class T, class L, bool INTERLEAVED, bool INVERSE, int BY, bool CHUNKED, int APART = 0> struct Heads {
   static constexpr int outs = 1;
-  static constexpr bool computes = true;
+  static constexpr bool computes = true, inverse = INVERSE;
   const T* x[L::parts];  // or null: zeros
   i64 row[L::parts], head[L::parts];  // elements from one to the next
   const float* table;  // [.., 2, half]
@@ -31,10 +32,14 @@ template <class T, class L, bool INTERLEAVED, bool INVERSE, int BY, bool CHUNKED
     bool first, turned;
   };
   struct Cols { Column at; };
-  struct Regs {
-    Chunk<T> own, partner;
+  struct Alone {
+    Chunk<T> own;
     Chunk<float> cos, sin;
   };
+  struct Both : Alone { Chunk<T> partner; };
+  template <bool ALONE, class = void> struct Needed { typedef Both type; };
+  template <class X> struct Needed<true, X> { typedef Alone type; };
+  typedef typename Needed<(APART > 0)>::type Regs;
 
   TE_DEVICE Column column(i64 col) const {
     Column c = {nullptr, 0, 0, 0, true, false};
@@ -90,7 +95,7 @@ template <class T, class L, bool INTERLEAVED, bool INVERSE, int BY, bool CHUNKED
     te::load<T, ALIGNED>(p, here, r.own);
     if constexpr (ALIGNED != PREFETCH) {
       const int there = c.turned ? valid : 0;
-      if constexpr (!INTERLEAVED) keep<T>(p + c.partner, there, r.partner);
+      if constexpr (!INTERLEAVED && APART == 0) keep<T>(p + c.partner, there, r.partner);
       const float* t = turns(there > 0 ? row : 0) + c.pair;
       keep<float, INTERLEAVED>(t, there, r.cos);
       keep<float, INTERLEAVED>(t + L::half, there, r.sin);
@@ -130,7 +135,17 @@ template <class T, class L, bool INTERLEAVED, bool INVERSE, int BY, bool CHUNKED
         sin[i] = (i % 2 == 0) != INVERSE ? sin[i / 2] : -sin[i / 2];
       }
     } else {
-      unpack<T>(r.partner, partner);
+      if constexpr (APART > 0) {
+        Chunk<T> other;
+#pragma unroll
+        for (int i = 0; i < Chunk<T>::words; ++i) {
+          const u32 word = exchange(r.own.w[i], APART);
+          other.w[i] = c.at.turned ? word : 0;
+        }
+        unpack<T>(other, partner);
+      } else {
+        unpack<T>(r.partner, partner);
+      }
       if constexpr (CHUNKED) {
         const float sign = c.at.first != INVERSE ? 1.0f : -1.0f;
 #pragma unroll
@@ -145,6 +160,109 @@ template <class T, class L, bool INTERLEAVED, bool INVERSE, int BY, bool CHUNKED
     return sub(mul(own, cos), mul(partner, sin));
   }
 };
+
+// The same heads as two outputs, the left half of a row and the right one, which are the same angles apart: what a thread
+// reads of the table serves two chunks.
+template <class T, class L, bool INVERSE, int BY, int APART> struct HeadPairs {
+  typedef Heads<T, L, false, INVERSE, BY, true, APART> One;
+  static constexpr int outs = 2;
+  static constexpr bool computes = true;
+  One heads;
+  struct Cols { typename One::Column at[2]; };
+  struct Regs {
+    Chunk<T> own[2];
+    Chunk<float> cos, sin;
+  };
+
+  TE_DEVICE typename One::Column column(i64 col, int out) const {
+    return heads.column(col + out * (L::end(L::parts - 1) / 2));
+  }
+  template <int ALIGNED> TE_DEVICE void load_cols(Cols& c, i64 col, int valid) const {
+    for (int o = 0; o < 2; ++o) c.at[o] = column(valid > 0 ? col : 0, o);
+  }
+  template <int ALIGNED, int SCATTERED> TE_DEVICE void load(Regs& r, i64 row, i64 col, int valid) const {
+    bool turned = false;
+    int pair = 0;
+#pragma unroll
+    for (int o = 0; o < 2; ++o) {
+      const typename One::Column c = column(valid > 0 ? col : 0, o);
+      te::load<T, ALIGNED>(c.x + row * c.row, c.x ? valid : 0, r.own[o]);
+      turned = turned || c.turned;
+      pair = c.pair;
+    }
+    if constexpr (ALIGNED != PREFETCH) {
+      const int there = turned ? valid : 0;
+      const float* t = heads.turns(there > 0 ? row : 0) + pair;
+      One::template keep<float>(t, there, r.cos);
+      One::template keep<float>(t + L::half, there, r.sin);
+    }
+  }
+  TE_DEVICE void eval(const Cols& c, const Regs& r, float (&y)[2][8]) const {
+    float cos[8], sin[8];
+    unpack<float>(r.cos, cos);
+    unpack<float>(r.sin, sin);
+#pragma unroll
+    for (int o = 0; o < 2; ++o) {
+      float partner[8];
+      Chunk<T> other;
+#pragma unroll
+      for (int i = 0; i < Chunk<T>::words; ++i) other.w[i] = exchange(r.own[o].w[i], APART);
+      unpack<T>(r.own[o], y[o]);
+      unpack<T>(other, partner);
+      if (!c.at[o].turned) continue;
+      const float sign = c.at[o].first != INVERSE ? 1.0f : -1.0f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) y[o][i] = One::turn(y[o][i], partner[i], cos[i], mul(sign, sin[i]));
+    }
+  }
+};
+
+// y = heads of H (CHUNKED, not INTERLEAVED), `features` in each of their halves a multiple of eight, those that turn turned
+// as a whole: a thread has a chunk of the first half and its partners, so that both are read once, and their angles too.
+template <class H, class L, class T, int THREADS>
+TE_DEVICE void turn_halves(const H& s, T* y, i64 rows) {
+  constexpr u32 width = L::end(L::parts - 1), pairs = width / 16;
+  const u32 index = (u32)block() * THREADS + thread();
+  if (index >= (u32)rows * pairs) return;
+  const u32 row = index / pairs, place = index - row * pairs;
+  i64 col = 0;
+  int apart = 0, begin = 0;
+#pragma unroll
+  for (int p = 0; p < L::parts; ++p) {
+    const int each = L::size(p) / 16, at = (int)place - begin / 16;
+    if (at >= 0 && 16 * (int)place < L::end(p)) {
+      apart = 8 * each;
+      col = begin + at / each * L::size(p) + at % each * 8;
+    }
+    begin = L::end(p);
+  }
+  const typename H::Column c = s.column(col);
+  const T* x = c.x + row * c.row;
+  Chunk<T> first, second;
+  load<T, WHOLE>(x, c.x ? 8 : 0, first);
+  load<T, WHOLE>(x + apart, c.x ? 8 : 0, second);
+  T* to = y + (i64)row * width + col;
+  float a[8], b[8];
+  unpack<T>(first, a);
+  unpack<T>(second, b);
+  if (c.turned) {
+    Chunk<float> angles[2];
+    const float* t = s.turns(row) + c.pair;
+    H::template keep<float>(t, 8, angles[0]);
+    H::template keep<float>(t + L::half, 8, angles[1]);
+    float cos[8], sin[8];
+    unpack<float>(angles[0], cos);
+    unpack<float>(angles[1], sin);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float own = a[i], partner = b[i], turned = H::inverse ? -sin[i] : sin[i];
+      a[i] = H::turn(own, partner, cos[i], turned);
+      b[i] = H::turn(partner, own, cos[i], -turned);
+    }
+  }
+  store<T, WHOLE>(to, 8, a);
+  store<T, WHOLE>(to + apart, 8, b);
+}
 
 // cos and sin of an angle in [0, 2^30), correct but for the last rounding: reduced and summed in FP64.
 TE_DEVICE void cos_sin(float angle, float& cos, float& sin) {

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from te_ops.backends.cuda import compile as compiler
+from te_ops.backends.cuda import targets
 from te_ops.errors import PlanError
 from te_ops.quantizers import Record
 from tests.backends.cuda.cases import BIG_SHAPES, BIND, SHAPES, Case, cases, check, drawer
+from tests.backends.cuda.cases_norm import backward
 from tests.backends.cuda.cases_pointwise import cases as together
 from tests.gpu.sync import synchronising_is_an_error
 
@@ -42,6 +44,53 @@ def test_equals_the_reference(case: Case) -> None:
     for i, shape in enumerate((*SHAPES, *BIG_SHAPES)):
         if fits(case, shape):
             assert check(case.make(drawer(i, device), shape), arch(), device) == [], shape
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_results_that_no_cache_holds(scaling: str) -> None:
+    """They leave L2 by other instructions."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    shape = (4097, 14336)
+    assert 2 * shape[0] * shape[1] > targets.PASSING
+    case = BY_NAME[f"quantize-e4m3 per-tensor {scaling}-bf16-rca"]
+    assert check(case.make(drawer(0, device), shape), arch(), device) == []
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in cases() if "norm" in c.name], ids=lambda case: case.name
+)
+def test_short_rows(case: Case) -> None:
+    """As heads have them: a thread has several rows at once."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for i, rows in enumerate((1, 37, 4099)):
+        assert check(case.make(drawer(i, device), (rows, 128)), arch(), device) == [], rows
+
+
+GRADIENTS = [
+    (backward(True, "gb", torch.bfloat16, torch.bfloat16), (301, 12288)),
+    (backward(True, "gbs", torch.bfloat16, torch.bfloat16), (301, 12288)),
+    (backward(False, "g", torch.bfloat16, torch.bfloat16), (301, 16384)),
+]
+
+
+@pytest.mark.parametrize(("case", "shape"), GRADIENTS, ids=lambda x: getattr(x, "name", str(x)))
+def test_sums_that_begin_before_their_terms_are_there(case: Case, shape: tuple[int, ...]) -> None:
+    """Launched one behind the other, many times, and recorded: the second waits for the first."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    group = case.make(drawer(0, device), shape)
+    assert check(group, arch(), device) == []
+    call = group.call(arch(), device)
+    launched, given = BIND[group.runs].bind(call), [group.inputs.tensors[v] for v in call.reads]
+    expected = flat(launched(*given))
+    made = [flat(launched(*given)) for _ in range(50)]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [flat(launched(*given)) for _ in range(3)]
+    graph.replay()
+    torch.cuda.synchronize()
+    for found in made + captured:
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def bound(name: str, shape: tuple[int, ...]) -> tuple[Any, tuple[torch.Tensor, ...]]:

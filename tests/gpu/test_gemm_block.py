@@ -12,11 +12,11 @@ from te_ops.backends.cublas import lt
 from te_ops.backends.cuda import gemm_block, launch
 from te_ops.runtime.cache import arch_of
 from te_ops.testing import assert_no_worse
-from tests.backends.cublas.problems import FORMATS, exact, operands, single
+from tests.backends.cublas.problems import FORMATS, exact, fused, operands, single
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
-SINGLE, _ = gemm_block.KERNELS
+SINGLE, _, EPILOGUE = gemm_block.KERNELS
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3 = torch.float8_e4m3fn
 EXTENTS = [(4, 16, 16), (192, 128, 128), (132, 144, 272), (1000, 400, 1040), (2560, 2064, 2000)]
@@ -70,6 +70,19 @@ def test_odd_extents(scales: Any, dtype: torch.dtype, accumulate: bool) -> None:
         assert float((d.double() - expected).norm() / expected.norm()) < ERRORS[dtype], p.key
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_a_bias(dtype: torch.dtype) -> None:
+    for extents in EXTENTS:
+        p = lt.Product(*extents, E4M3, E4M3, dtype, scales=("1x128", "128x128"), bias=dtype)
+        given, expected = _given(p)
+        bias = torch.randn(p.n, device=CUDA).to(dtype)
+        expected = expected + bias.double()
+        d = torch.full((p.m, p.n), float("nan"), dtype=dtype, device=CUDA)
+        prepared = gemm_block.Prepared(0, p, gemm_block.kernel_of(p))
+        prepared.run([*_words(given, d), bias.data_ptr()], launch.stream_of(0))
+        assert float((d.double() - expected).norm() / expected.norm()) < ERRORS[dtype], p.key
+
+
 @pytest.mark.parametrize("scales", gemm_block.SCALES, ids="*".join)
 def test_other_memory_of_the_same_extents(scales: Any) -> None:
     """One prepared product, and one place of a tape, over several operands: the maps move along."""
@@ -98,3 +111,14 @@ def test_records(pair: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert SINGLE.reason(call) is None
     y = SINGLE.bind(call)(a, b)
     assert_no_worse(y, call.node.prim.reference(a, b, layout, BF16), exact(a, b, layout))
+
+
+def test_records_and_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gemm_block.SWITCH, "1")
+    monkeypatch.setattr(gemm_block, "slower", lambda product, count: None)
+    a, b = operands("nt", (2304, 1408, 2048), FORMATS["1x128 x 128x128"], device=CUDA)
+    bias = torch.randn(1408, device=CUDA).bfloat16()
+    call = fused(a, b, "nt", "bias", bias, accumulation="split", arch=arch_of(CUDA))
+    assert EPILOGUE.reason(call) is None
+    y, right = EPILOGUE.bind(call)(a, b, bias), exact(a, b, "nt") + bias.double()
+    assert_no_worse(y, right.bfloat16(), right)

@@ -9,10 +9,12 @@ from te_ops.backends.cuda import (
     around,
     bundle,
     dequantize,
+    few_queries,
     fused,
     gemm_block,
     heads_back,
     heads_quantize,
+    kv_append,
     launch,
     many,
     norm,
@@ -82,6 +84,8 @@ _TABLE = (
     ("heads_quantize_rounded", rope.refuse, rope.bind),
     ("heads_quantize_each", heads_quantize.refuse, heads_quantize.bind),
     ("heads_norm_back_quantize", heads_back.refuse, heads_back.bind),
+    ("kv_append", kv_append.refuse, kv_append.bind),
+    ("kv_append_pages", kv_append.refuse, kv_append.bind),
 )
 
 KERNELS = tuple(
@@ -102,7 +106,7 @@ KERNELS = tuple(
 
 def register() -> None:
     """Add the kernels; cheap, and safe to call again."""
-    for kernel in (*KERNELS, *gemm_block.KERNELS):
+    for kernel in (*KERNELS, *few_queries.KERNELS, *gemm_block.KERNELS):
         REGISTRY.add(kernel, replace=True)
     if missing() is None:
         UPDATES["cuda"] = state.roll

@@ -1,18 +1,22 @@
 """FP8 products of block scales by a kernel of our own on Hopper, where the library's was measured to be slower.
 
 See csrc/kernels/gemm_block.cuh and docs/design/0021. What this kernel does not take, and extents for which it is not
-faster, go to the library during the call.
+faster, go to the library during the call; `te.tune` measures both.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from te_ops.backends.cublas import lt
+from te_ops.backends.cublas.choices import OWN, Trial, place
 from te_ops.backends.cublas.direct import (
     Form,
     Product,
@@ -30,6 +34,7 @@ from te_ops.backends.cuda.source import CTYPES
 from te_ops.backends.cuda.wanted import template
 from te_ops.config import flag
 from te_ops.registry import ArchRange, Call, Kernel, Launch
+from te_ops.runtime.tune import TABLE, collecting
 
 ARCH = "sm_90"
 PRIORITY = 14  # before the library's own calls
@@ -42,6 +47,7 @@ _BLOCK, _ROWS, _COLUMNS, _STAGES, _BARRIERS = 128, 192, 128, 5, 16
 _BAND = 8
 _FULL = 0.93  # of the last round of tiles: below, processors without one cost more than the kernel gains
 _DEEP = 2048  # along k: shorter products were not measured
+_DEEP_BIAS = 8192  # the same with a bias, which each tile waits for: the library is faster at 4096
 
 
 # -- where it is faster
@@ -60,8 +66,9 @@ def tiles(m: int, n: int) -> int:
 
 def slower(product: lt.Product, count: int) -> str | None:
     """Why the library is left to multiply this on `count` processors, None if it was measured to be slower."""
-    if product.k < _DEEP:
-        return f"a contraction of {product.k} was not measured: the library multiplies what is below {_DEEP}"
+    least = _DEEP if product.bias is None else _DEEP_BIAS
+    if product.k < least:
+        return f"a contraction of {product.k} was not measured: the library multiplies what is below {least}"
     part = fill(product.m, product.n, count)
     if part < _FULL:
         return (
@@ -69,6 +76,15 @@ def slower(product: lt.Product, count: int) -> str | None:
             f"{product.m} x {product.n}: below {_FULL:.0%} the library is faster"
         )
     return None
+
+
+def elsewhere(device: torch.device, product: lt.Product) -> str | None:
+    """Why the library is left to multiply this, None if it is slower, by `te.tune`, else by an earlier measurement."""
+    if device.type == "cuda":
+        tuned = TABLE.get(place(device.index or 0), product.key)
+        if tuned is not None:
+            return None if tuned == OWN else "te.tune measured the library to be faster"
+    return slower(product, processors(device))
 
 
 # -- the kernel
@@ -83,7 +99,8 @@ def shared_bytes(product: lt.Product) -> int:
 def kernel_of(product: lt.Product, arch: str = ARCH) -> launch.Function:
     """Compile the kernel of a product, whatever its extents."""
     into = "te::ADD" if product.accumulate else "te::WRITE"
-    numbers = template(product.scales[1] == "128x128", CTYPES[product.d], into)
+    tiled, biased = product.scales[1] == "128x128", product.bias is not None
+    numbers = template(tiled, CTYPES[product.d], into, biased)
     text = launch.text_of(
         name="gemm_block",
         head="#include <kernels/gemm_block.cuh>\ntypedef te::GemmBlockArguments Parameters;\n",
@@ -97,10 +114,12 @@ def kernel_of(product: lt.Product, arch: str = ARCH) -> launch.Function:
 # -- launches
 
 _MAPS = 2 * maps.BYTES
-_NUMBERS = struct.Struct("=8q")  # scales of a and b, d, m, n, k, the step of b's scales, the band
-_ADDRESSES = struct.Struct("=3q")
+# Scales of a and b, d, m, n, k, the step of b's scales, the band, the bias.
+_NUMBERS = struct.Struct("=9q")
+_ADDRESSES, _ADDRESS = struct.Struct("=3q"), struct.Struct("=q")
+_BIAS = lt.WORDS.index("bias")
 _SLOTS = -(-(_MAPS + _NUMBERS.size) // maps.ALIGNMENT) * maps.ALIGNMENT // 8
-_USED = 5  # words: a, b, d and the scales
+_USED = 5  # words: a, b, d and the scales; then, where there is one, the bias
 
 
 class Prepared:
@@ -110,6 +129,7 @@ class Prepared:
 
     def __init__(self, index: int, product: lt.Product, kernel: launch.Function) -> None:
         self.product = product
+        self.used = tuple(i for i, word in enumerate(lt.WORDS) if word in product.has)
         self.issue = kernel.blocks(min(processors(lt.device(index)), tiles(product.m, product.n)))
         self._own = (ctypes.c_int64 * len(lt.WORDS))()
         self._words = memoryview(self._own).cast("B").cast("q")
@@ -120,7 +140,7 @@ class Prepared:
         """See `te_ops.backends.cublas.direct.Product`."""
         own = self._words
         with self._lock:  # the maps are patched, and the parameters copied, during the call
-            for i in range(_USED):
+            for i in self.used:
                 own[i] = words[i]
             self._place(stream)
 
@@ -152,6 +172,9 @@ class _Place:
                     maps.check(move(address))
             self._last = (a, b)
         _ADDRESSES.pack_into(self._memory, self._numbers, a_scale, b_scale, d)
+        if self.product.bias is not None:
+            end = self._numbers + _NUMBERS.size
+            _ADDRESS.pack_into(self._memory, end - _ADDRESS.size, self.words[_BIAS])
         self._launch(stream)
 
     def _describe(self, a: int, b: int) -> None:
@@ -168,7 +191,7 @@ class _Place:
         )
         blocks = -(-p.k // _BLOCK)
         step = -(-blocks // 4) * 4  # of tiles: as `lt.Product` says that scales lie
-        _NUMBERS.pack_into(self._memory, self._numbers, 0, 0, 0, p.m, p.n, p.k, step, _BAND)
+        _NUMBERS.pack_into(self._memory, self._numbers, 0, 0, 0, p.m, p.n, p.k, step, _BAND, 0)
 
 
 class _Preparer:
@@ -179,9 +202,30 @@ class _Preparer:
 
     def __call__(self, index: int, product: lt.Product) -> Product | None:
         """See `te_ops.backends.cublas.direct.Prepare`."""
-        if slower(product, processors(lt.device(index))) is not None:
+        if elsewhere(lt.device(index), product) is not None:
             return by_the_library(index, product)
         return Prepared(index, product, self.kernel)
+
+
+class _Trial(Trial):
+    """The library's algorithms for a product and this kernel, first of all what runs without a measurement."""
+
+    def __init__(self, kernel: launch.Function, index: int, product: lt.Product) -> None:
+        super().__init__(index, product)
+        self.kernel = kernel
+
+    def candidates(self) -> list[str]:
+        """See `Trial`."""
+        found = super().candidates()
+        left = slower(self.product, processors(self.device)) is not None
+        return [*found, OWN] if left else [OWN, *found]
+
+    def prepared(self, text: str) -> Product:
+        """See `Trial`."""
+        if text == OWN:
+            return Prepared(self.index, self.product, self.kernel)
+        made: Product = super().prepared(text)
+        return made
 
 
 # -- the kernel rows
@@ -202,23 +246,27 @@ def refuse(call: Call) -> str | None:
     reason = refuse_blocks(problem) or refuse_direct(problem)
     if reason is not None:
         return reason
-    if problem.bias is not None:
-        return "this kernel adds no bias"
+    if problem.c is not None:
+        return "this kernel adds no matrix"
     extents = problem.extents
     form = Form(problem, pair)
     if not form.takes(*extents):
         return f"bulk copies do not take extents of {' x '.join(map(str, extents))}"
-    return slower(form.product(*extents), processors(problem.device))
+    if collecting():
+        return None
+    return elsewhere(problem.device, form.product(*extents))
 
 
 def bind(call: Call) -> Launch:
-    """`launch(a, b[, added])` over records, of any number of rows."""
+    """`launch(a, b[, bias][, added])` over records, of any number of rows."""
     problem = problem_of(call)
     assert isinstance(problem, Problem)
     pair = _pair(problem)
     kernel = kernel_of(Form(problem, pair).product(*problem.extents), call.arch)
     fallback = added(bind_blocks, problem)
-    return in_order(bind_direct(problem, pair, fallback, _Preparer(kernel)), problem.places)
+    trial = functools.partial(_Trial, kernel)
+    run = bind_direct(problem, pair, fallback, _Preparer(kernel), trial)
+    return in_order(run, problem.places)
 
 
 def missing() -> str | None:
@@ -239,6 +287,6 @@ KERNELS = tuple(
         available=missing,
         recorded=True,
     )
-    for runs in ("gemm", "gemm_accumulate")
+    for runs in ("gemm", "gemm_accumulate", "gemm_epilogue")
 )
-"""Products alone, and added to a tensor."""
+"""Products alone, added to a tensor, and with a bias."""

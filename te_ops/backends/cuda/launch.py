@@ -49,14 +49,23 @@ def text_of(
 
 
 def build(
-    name: str, text: str, arch: str, threads: int, slots: int, *, shared: int = 0
+    name: str,
+    text: str,
+    arch: str,
+    threads: int,
+    slots: int,
+    *,
+    shared: int = 0,
+    early: bool = False,
 ) -> Function:
     """Compile, and load where there is a device: the first launch finds everything ready.
 
     `shared`: bytes of dynamic shared memory of a block, up to what the architecture has (227 KiB on sm_90).
+    `early`: from sm_90 on it may begin while the kernel before it on the stream runs, for whose end its text waits.
     """
     code = cubin(text, arch)
-    made = Loaded(f"{KERNEL}_{name}", code, threads, struct.Struct(f"={slots}q"), shared)
+    early = early and int(arch.removeprefix("sm_").rstrip("af")) >= 90
+    made = Loaded(f"{KERNEL}_{name}", code, threads, struct.Struct(f"={slots}q"), shared, early)
     if torch.cuda.is_available():
         made.load()
     return made
@@ -75,12 +84,28 @@ class _Config(ctypes.Structure):
     ]
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of the driver whose value is a number."""
+
+    _fields_ = [
+        ("id", ctypes.c_uint),
+        ("padding", ctypes.c_uint),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_byte * 60),
+    ]
+
+
+_EARLY = _Attribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
 class _Prepared:
     """A launch whose parameters lie at one place in host memory: four words for the driver to take."""
 
     def __init__(self, kernel: Loaded, grid: int, address: int) -> None:
         self.kernel = kernel
         self.config = _Config((grid, 1, 1), (kernel.threads, 1, 1), kernel.shared)
+        if kernel.early:
+            self.config.attributes, self.config.count = ctypes.addressof(_EARLY), 1
         self.arguments = (ctypes.c_void_p * 1)(address)
         self.launch = functools.partial(
             _driver().cuLaunchKernelEx,
@@ -125,6 +150,7 @@ class Loaded:
     threads: int
     packer: struct.Struct
     shared: int = 0
+    early: bool = False
     handle: int = 0
 
     def __post_init__(self) -> None:
@@ -257,15 +283,16 @@ def zero_word(x: torch.Tensor, count: int = 1) -> None:
     device = x.device
     if device.index != _current_device()():
         with torch.cuda.device(device):
-            _clear(x.data_ptr(), count, _stream()(device.index))
+            clear(x.data_ptr(), count, _stream()(device.index))
     else:
-        _clear(x.data_ptr(), count, _stream()(device.index))
+        clear(x.data_ptr(), count, _stream()(device.index))
     tape = recorder()
     if tape is not None:
         tape.launched(CLEAR, (x.data_ptr(), count))
 
 
-def _clear(address: int, count: int, stream: int) -> None:
+def clear(address: int, count: int, stream: int) -> None:
+    """Clear `count` times four bytes at an address, on a stream of the current device."""
     call = functools.partial(_driver().cuMemsetD32Async, address, 0, count, stream)
     if code := call():
         again(call, code, "clearing memory")
@@ -279,7 +306,7 @@ class _Clear:
 
     def prepare(self, words: memoryview, address: int) -> Prepared:
         """See `Issue`."""
-        return lambda stream: _clear(words[0], words[1], stream)
+        return lambda stream: clear(words[0], words[1], stream)
 
 
 CLEAR = _Clear()

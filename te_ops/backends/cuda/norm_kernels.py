@@ -44,6 +44,7 @@ class Shape:
         resident: blocks of a processor.
         turns: rows that a group goes through, at least; 0: as many blocks as a device holds share all rows.
         cluster: blocks that share a row; each has group * chunks chunks of it (backward only).
+        at_once: rows that a group has at a time, all of them in registers: of a part of a warp (forward only).
     """
 
     group: int
@@ -53,11 +54,12 @@ class Shape:
     resident: int
     turns: int = 0
     cluster: int = 1
+    at_once: int = 1
 
     @property
     def rows(self) -> int:
         """Rows a block has at a time."""
-        return self.threads // self.group
+        return self.threads // self.group * self.at_once
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def spread(width: int, held: int, least: int = 4) -> tuple[int, int, int]:
 
 FORWARD = {
     False: (
-        (128, Shape(8, 2, 128, 0, 8, 1)),
+        (128, Shape(16, 1, 128, 0, 10, 1, at_once=2)),
         (4096, Shape(256, 2, 256, 1, 6, 1)),
         (8192, Shape(256, 4, 256, 1, 5, 1)),
         (14336, Shape(224, 8, 224, 2, 3, 2)),
@@ -143,7 +145,7 @@ BACKWARD = {
     ),
     True: (
         (4096, Shape(256, 2, 512, 2, 1)),
-        (12288, Shape(128, 3, 512, 2, 1, cluster=4)),
+        (12288, Shape(128, 3, 256, 2, 2, cluster=4)),
     ),
 }
 """The same of the gradients of input and weights."""
@@ -193,8 +195,9 @@ def forward_kernel(norm: Norm, arch: str, shape: Shape | None = None) -> Forward
     )
     first = (source.aligned, norm.centered, norm.zero_centered)
     if shape.chunks:
-        flags = flags_of(*first, shape.group, shape.chunks, shape.threads, shape.stages)
-        body = f"te::norm<{types}, {flags}>(p, {literal(norm.eps)});"
+        name, last = ("norm", shape.stages) if shape.at_once == 1 else ("short_norm", shape.at_once)
+        flags = flags_of(*first, shape.group, shape.chunks, shape.threads, last)
+        body = f"te::{name}<{types}, {flags}>(p, {literal(norm.eps)});"
     else:
         body = f"te::long_norm<{types}, {flags_of(*first, shape.threads)}>(p, {literal(norm.eps)});"
     text = launch.text_of(
@@ -371,7 +374,7 @@ def sums_kernel(
         "(p.partial, p.dgamma, p.dbeta, p.slices, p.width, p.total);"
     )
     text = launch.text_of(name="norm_sums", head=head, body=body, threads=threads)
-    function = launch.build("norm_sums", text, arch, threads, 6)
+    function = launch.build("norm_sums", text, arch, threads, 6, early=True)
 
     def run(partial: torch.Tensor) -> tuple[torch.Tensor, ...]:
         slices, count, width = partial.shape

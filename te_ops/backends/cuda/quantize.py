@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,7 +68,7 @@ def bind(call: Call) -> Launch:
     wanted = wanted_of(call, node, None, spec.dtype)
     reads = tuple(call.reads.index(v) for v in node.inputs)
     picks = tuple(v.index for v in call.writes)
-    source = plain(spec.dtype, width)
+    source = replace(plain(spec.dtype, width), rows=math.prod(spec.shape[:-1]))
     known = is_known(node)
     run = make_run(source, quantizer, wanted, call.arch, known=known)
     scaled = quantizer.stateful or known

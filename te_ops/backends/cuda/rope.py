@@ -33,11 +33,13 @@ from te_ops.basic.heads import PACK_HEADS, Parts, views_of, width_of
 from te_ops.basic.rope import ROPE, ROPE_HEADS
 from te_ops.basic.rope_scaling import frequencies
 from te_ops.graph import Node, Spec, Value
-from te_ops.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer
+from te_ops.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer
 from te_ops.registry import Call, Launch
 from te_ops.runtime.tape import recorder, unwatched
 
 MAX_PARTS = 4
+TILE_COLUMNS = 128
+"""Of `te::Tile`, a row of which sixteen threads of a warp read."""
 INCLUDE = "#include <kernels/rope.cuh>\n"
 _BY_ROW, _BY_REMAINDER, _BY_QUOTIENT = "te::BY_ROW", "te::BY_REMAINDER", "te::BY_QUOTIENT"
 
@@ -124,6 +126,29 @@ class Turn:
         rotated = 2 * self.half if self.interleaved else self.half
         return rotated % 8 == 0 and all(size % 8 == 0 for _, size in self.parts)
 
+    @property
+    def halved(self) -> bool:
+        """Whether every head has two halves of chunks, each of which turns with its partner or not at all."""
+        whole = all(
+            n == 2 * self.half for (_, n), t in zip(self.parts, self.turned, strict=True) if t
+        )
+        return whole and not self.interleaved and all(n % 16 == 0 for _, n in self.parts)
+
+    @property
+    def apart(self) -> int:
+        """How many chunks from one to its partners, where both lie in one row of a tile: 0 where they may not."""
+        within = not TILE_COLUMNS % max(2 * self.half, 1) and self.half % 8 == 0
+        whole = all(n % (2 * self.half or 1) == 0 for _, n in self.parts)
+        return self.half // 8 if self.chunked and not self.interleaved and within and whole else 0
+
+    @property
+    def paired(self) -> bool:
+        """Whether the left half of a row and the right one turn by the same angles, tile by tile; for two outputs in
+        FP32 there is no room."""
+        sizes, half = {n for _, n in self.parts}, self.width // 2
+        alike = len(sizes) == 1 and not half % min(sizes) and self.dtype.itemsize == 2
+        return self.apart > 0 and alike and not half % TILE_COLUMNS
+
     def layout(self, numbers: str = "", members: Sequence[Member] = ()) -> str:
         """The struct `Parts` of the text: what is known of each part, and more `numbers` and `members`."""
         ends = [width_of(self.parts[: i + 1]) for i in range(len(self.parts))]
@@ -141,18 +166,24 @@ class Turn:
             f"{numbers};\n{functions}}};\n"
         )
 
-    def source(self) -> Source:
-        """The `Source`; its slots are those of `slots`."""
+    def source(self, apart: int = 0) -> Source:
+        """The `Source`; its slots are those of `slots`. `apart`: partners come from the thread that read them."""
         head = f"{INCLUDE}{self.layout()}"
         ctype = (
             f"te::Heads<{CTYPES[self.dtype]}, Parts, {flag(self.interleaved)}, {flag(self.inverse)}, "
-            f"{self.by}, {flag(self.chunked)}>"
+            f"{self.by}, {flag(self.chunked)}, {apart}>"
         )
         count = 3 * len(self.parts) + 2
         chunked = self.chunked
         return Source(
             head, ctype, 1, self.width, count, _no_slots, chunked, in_bytes=3 * self.dtype.itemsize
         )
+
+    def pairs(self) -> Source:
+        """The same as two outputs, beside each other."""
+        ctype = f"te::HeadPairs<{CTYPES[self.dtype]}, Parts, {flag(self.inverse)}, {self.by}, {self.apart}>"
+        one = self.source(self.apart)
+        return replace(one, ctype=ctype, outs=2, width=self.width // 2)
 
     def slots(self, pieces: Sequence[torch.Tensor | None], table: torch.Tensor | None) -> list[int]:
         """The slots for pieces [.., heads, features] (None: zeros)."""
@@ -356,7 +387,7 @@ def _reader(call: Call, members: Members, turn: Turn) -> Read:
 
 
 def _bind_dense(call: Call, members: Members, turn: Turn, read: Read) -> Launch:
-    """One chunk of the result a thread."""
+    """One chunk of the result a thread, or one of each half of a head."""
     source, ctype = turn.source(), CTYPES[turn.dtype]
     head = (
         f"{source.head}struct Parameters {{ {source.ctype} source; {ctype}* y; te::i64 rows; "
@@ -366,6 +397,10 @@ def _bind_dense(call: Call, members: Members, turn: Turn, read: Read) -> Launch:
         f"te::pointwise<{source.ctype}, {ctype}, {access(source)}, false, false, {THREADS}>"
         "(p.source, p.y, p.rows, p.at);"
     )
+    each = 8
+    if turn.halved:
+        each = 16
+        body = f"te::turn_halves<{source.ctype}, Parts, {ctype}, {THREADS}>(p.source, p.y, p.rows);"
     text = launch.text_of(name="rope", head=head, body=body, threads=THREADS)
     function = launch.build("rope", text, call.arch, THREADS, source.count + 4)
     width, tail = turn.width, turn.parts[0] if members.whole else (turn.width,)
@@ -376,7 +411,7 @@ def _bind_dense(call: Call, members: Members, turn: Turn, read: Read) -> Launch:
         y = launch.empty((*lead, *tail), turn.dtype, device)
         if y.numel():
             rows = math.prod(lead)
-            chunks = rows * -(-width // 8)
+            chunks = rows * -(-width // each)
             check_chunks(chunks, y)
             function(device, -(-chunks // THREADS), *slots, y.data_ptr(), rows, width, width)
         return y
@@ -391,7 +426,10 @@ def _bind_quantize(call: Call, members: Members, turn: Turn, read: Read) -> Laun
     dtype = call.spec(members.last.out).dtype
     dense = members.last.out in call.writes
     wanted = wanted_of(call, node, dtype if dense else None, rounding(call, dense, dtype))
-    run = _make_run(turn.source(), node, wanted, call.arch)
+    # MXFP8's tiles have rows of fewer threads.
+    apart = 0 if isinstance(node.quantizer, MXFP8Quantizer) else turn.apart
+    source = turn.pairs() if apart and turn.paired else turn.source(apart)
+    run = _make_run(source, node, wanted, call.arch)
     state = state_place(call, node)
     names = {members.last.out: "dense"}
     names |= {Value(node.id, i): name for i, name in enumerate(("row", "col", "amax"))}

@@ -46,6 +46,7 @@ class Source:
         scattered: whether eight columns of a pair are not contiguous.
         in_bytes: bytes read an element.
         computes: False for a tensor as it is.
+        rows: how many are expected, 0 if that is not known; any number is right.
     """
 
     head: str
@@ -60,6 +61,7 @@ class Source:
     block: int = 0
     in_bytes: int = 2
     computes: bool = True
+    rows: int = 0
 
 
 INCLUDE = "#include <kernels/sources.cuh>\n"

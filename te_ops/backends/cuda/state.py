@@ -26,8 +26,16 @@ def roll(device: torch.device, found: Rolls) -> None:
     if torch._C._cuda_getDevice() != index:
         with torch.cuda.device(device):
             roll(device, found)
-    else:
-        roll_on(arch_of(index), torch._C._cuda_getCurrentRawStream(index), found)
+        return
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    made, amaxes = found.prepared.get(stream), found.amaxes
+    if made is None:
+        roll_on(arch_of(index), stream, found)
+        return
+    for each in made:
+        if each.amaxes is not amaxes:
+            each.write(amaxes)
+        each.call(stream)
 
 
 def roll_on(arch: str, stream: int, found: Rolls) -> None:
@@ -39,7 +47,8 @@ def roll_on(arch: str, stream: int, found: Rolls) -> None:
         made = [_Launch(arch, found.items, part) for part in _parts(found)]
         found.prepared[stream] = made
     for each in made:
-        each(stream, found.amaxes)
+        each.write(found.amaxes)
+        each.call(stream)
 
 
 class _Part(NamedTuple):
@@ -86,13 +95,11 @@ class _Launch:
         issue = _kernel(states, places, arch).blocks(len(mine))
         self.call = issue.prepare(self.words, ctypes.addressof(self.memory))
 
-    def __call__(self, stream: int, amaxes: list[int]) -> None:
-        """Launch on a stream with the amaxes of all rolls, a list that nobody changes."""
-        if amaxes is not self.amaxes:
-            for place, address in enumerate(amaxes[self.part], self.first):
-                self.words[place] = address
-            self.amaxes = amaxes
-        self.call(stream)
+    def write(self, amaxes: list[int]) -> None:
+        """What the next `call(stream)` reads: the amaxes of all rolls, a list that nobody changes."""
+        for place, address in enumerate(amaxes[self.part], self.first):
+            self.words[place] = address
+        self.amaxes = amaxes
 
 
 @functools.cache

@@ -138,6 +138,7 @@ class Shape:
         ahead: whether the next rows are loaded before these are computed.
         band: tiles are numbered in bands of so many rows of tiles, inside a band column by column: blocks that run at
             the same time then touch the fewest pages of the tensor and of its transposed copy together.
+        passing: whether so much is written that nobody will find it in L2, which it then leaves before what is read.
     """
 
     groups: int
@@ -145,6 +146,7 @@ class Shape:
     loaded: int
     ahead: bool = False
     band: int = 1
+    passing: bool = False
 
     @property
     def rows(self) -> int:
@@ -160,6 +162,8 @@ class Shape:
         return max(-(-rows // self.rows), 1) * max(-(-width // TILE_COLS), 1)
 
 
+PASSING = 96 << 20
+"""Bytes: twice the L2 of an H200. Below, who reads the results next finds some of them there."""
 BAND = 4
 """Rows of tiles of a band where there is a transposed copy: 2 to 3 % faster than 1 or 16 at 8192 x 14336."""
 
@@ -174,12 +178,18 @@ def shape_of(source: Source, targets: Sequence[Target], arch: str) -> Shape:
     if int(arch.removeprefix("sm_")) < 89:
         return Shape(8 if outs == 1 else 4, 2, 96 if source.computes else 64, band=band)
     if not source.computes:
-        return Shape(8, 2, 128, band=band)
+        return Shape(8, 2, 128, band=band, passing=_written(source, targets) > PASSING)
     if outs > 1:
         many = source.in_bytes > 8 or any(t.dense is not None for t in targets)
         return Shape(4, 2 if not source.aligned else 3 if many else 4, 96, band=band)
     loaded = 32 if source.in_bytes > 2 and not summed else 64
     return Shape(8, 4 if source.aligned else 3, loaded, band=band)
+
+
+def _written(source: Source, targets: Sequence[Target]) -> int:
+    """Bytes of copies and values, as far as the rows are known."""
+    each = (t.row + t.col + (t.dense.itemsize if t.dense is not None else 0) for t in targets)
+    return source.rows * source.width * sum(each)
 
 
 def tile_kernel(
@@ -188,7 +198,7 @@ def tile_kernel(
     """The pass over tiles. `reverse`: from the end, where what was read last may still be in L2."""
     types = "".join(target.define(k) for k, target in enumerate(targets))
     members = " ".join(f"T{k} t{k};" for k in range(len(targets)))
-    head = (
+    head = ("#define TE_OPS_PASSING\n" if cut.passing else "") + (
         f"#include <kernels/quantize.cuh>\n{source.head}{types}"
         f"struct Parameters {{ {source.ctype} source; {members} te::i64 rows, width; }};\n"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -133,17 +133,25 @@ FORMS = (
     Form(ODD, 3, axis=0, inverse=True),
     Form(((2, 192), (2, 192), (2, 128)), 32),
 )
+PARTIAL = Form(((4, 64), (1, 64), (1, 64)), 16, inverse=True)
+WHOLE = Form(((2, 128), (1, 128), (1, 128)), 64)
+THREE = Form(((1, 128), (1, 128), (1, 128)), 64)  # no half of a row is made of whole heads
 
 
 def rope_cases() -> Iterator[Case]:
     """Every form, alone and packed; some before each format."""
-    for form in FORMS:
+    for form in (*FORMS, PARTIAL, WHOLE):
         yield _case(form, "", None, False)
         yield _case(form, "all", None, False)
     yield _case(FORMS[0], "some", None, False)
     for quantizer in QUANTIZERS:
         yield _case(FORMS[0], "all", quantizer, False)
         yield _case(FORMS[1], "", quantizer, True)
+        yield _case(PARTIAL, "all", quantizer, False)
+        yield _case(WHOLE, "some", quantizer, False)
+    for quantizer in QUANTIZERS[:3]:
+        yield _case(THREE, "all", quantizer, True)
+        yield _case(replace(WHOLE, dtype=FP32), "all", quantizer, False)
     for form in FORMS[:4]:
         yield _single(form)
         yield _packed(form)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from scripts import kernel_report
-from te_ops.backends.cuda import KERNELS
+from te_ops.backends.cuda import KERNELS, launch
 from te_ops.backends.cuda import compile as compiler
 from te_ops.errors import PlanError
 from te_ops.registry import REGISTRY
@@ -64,8 +65,16 @@ def test_every_kernel_compiles_and_nothing_spills(arch: str) -> None:
 
 @needs_nvrtc
 def test_every_kernel_of_the_backend_is_reported() -> None:
-    found = set(kernel_report.instances("sm_90").values())
-    assert found >= {"amax", "block_quantize", "mxfp8", "norm", "pointwise", "quantize", "sum_rows"}
+    named = {
+        word.value.value
+        for path in Path(launch.__file__).parent.glob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "text_of"
+        for word in call.keywords
+        if word.arg == "name" and isinstance(word.value, ast.Constant)
+    }
+    assert named >= {"norm", "gemm_block", "copy_several", "update_state", "swizzle"}
+    assert set(kernel_report.instances("sm_90").values()) == named
 
 
 SPILLING = """extern "C" __global__ void __launch_bounds__(1024) k(float* p) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from types import SimpleNamespace
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from te_ops.backends.cublas import lt, scaled
+from te_ops.backends.cublas import choices, lt, scaled
 from te_ops.backends.cuda import compile as compiler
 from te_ops.backends.cuda import gemm_block, maps
 from te_ops.errors import PlanError
 from te_ops.registry import Call
-from tests.backends.cublas.problems import FORMATS, operands, single
+from te_ops.runtime.tune import collected
+from tests.backends.cublas.problems import FORMATS, fused, operands, single
 
-SINGLE, ADDED = gemm_block.KERNELS
+SINGLE, ADDED, EPILOGUE = gemm_block.KERNELS
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3 = torch.float8_e4m3fn
 PROCESSORS = 132
@@ -46,6 +48,15 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_block_scales_are_taken(pair: str, layout: str) -> None:
     a, b = operands(layout, (192, 128, gemm_block._DEEP), FORMATS[pair])
     assert _reason(single(a, b, layout)) is None
+
+
+def test_a_bias_is_taken_where_it_was_measured() -> None:
+    for k, reason in ((gemm_block._DEEP_BIAS, None), (gemm_block._DEEP, "what is below 8192")):
+        a, b = operands("nt", (192, 128, k), FORMATS["1x128 x 128x128"])
+        bias, c = torch.randn(128).bfloat16(), torch.randn(192, 128).bfloat16()
+        found = EPILOGUE.refuse(fused(a, b, "nt", "bias", bias))
+        assert found is None if reason is None else reason in str(found)
+        assert EPILOGUE.refuse(fused(a, b, "nt", "add", c)) == "this kernel adds no matrix"
 
 
 @pytest.mark.parametrize(
@@ -127,6 +138,26 @@ def test_an_address_that_the_driver_refuses_leaves_no_map_of_another_call(
     assert seen == [[16, 32], [16, 32], [64, 32]]
 
 
+def test_the_address_of_a_bias_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maps, "encode", lambda *_: None)
+    monkeypatch.setattr(maps, "mover", lambda into: lambda address: 0)
+    monkeypatch.setattr(lt, "device", lambda index: torch.device("cpu"))
+    seen: list[bytes] = []
+
+    def prepare(words: Any, base: int) -> Any:
+        place = base + gemm_block._MAPS, gemm_block._NUMBERS.size
+        return lambda stream: seen.append(ctypes.string_at(*place))
+
+    kernel: Any = SimpleNamespace(blocks=lambda count: SimpleNamespace(prepare=prepare))
+    words = [16, 32, 48, 64, 80, 96, 0, 0, 0]
+    for bias, there in ((None, 0), (BF16, 96)):
+        prepared = gemm_block.Prepared(0, _product(bias=bias), kernel)
+        for _ in range(2):
+            prepared.run(words, 0)
+            numbers = gemm_block._NUMBERS.unpack(seen[-1])
+            assert (numbers[:3], numbers[-1]) == ((64, 80, 48), there)
+
+
 # -- where it is faster: docs/design/0021
 
 
@@ -148,6 +179,71 @@ def test_measured_to_be_faster(m: int, n: int, k: int) -> None:
 
 def test_measured_to_be_slower() -> None:
     assert "86% busy" in str(gemm_block.slower(_product(4096, 4096), PROCESSORS))
+
+
+# -- te.tune
+
+
+def _cuda(m: int, n: int) -> tuple[torch.device, lt.Product]:
+    return torch.device("cuda", 0), _product(m, n)
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What te.tune measured, by product, on a device with as many processors as were measured."""
+    made: dict[str, str] = {}
+    monkeypatch.setattr(gemm_block, "processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(gemm_block, "place", lambda index: "a place")
+    monkeypatch.setattr(gemm_block.TABLE, "get", lambda where, key: made.get(key))
+    return made
+
+
+def test_what_te_tune_measured_comes_before_the_rule(table: dict[str, str]) -> None:
+    for extents in ((6144, 4096), (4096, 4096)):
+        device, product = _cuda(*extents)
+        by_the_rule = gemm_block.elsewhere(device, product)
+        assert by_the_rule == gemm_block.slower(product, PROCESSORS)
+        table[product.key] = gemm_block.OWN
+        assert gemm_block.elsewhere(device, product) is None
+        table[product.key] = "4200"
+        assert "te.tune measured the library" in str(gemm_block.elsewhere(device, product))
+
+
+def test_while_problems_are_collected_the_rule_is_not_asked() -> None:
+    a, b = operands("nt", (96, 128, 2048), FORMATS["1x128 x 1x128"])
+    call = single(a, b, "nt")
+    assert "50% busy" in str(_reason(call))
+    with collected():
+        assert _reason(call) is None
+
+
+@pytest.mark.parametrize(("extents", "first"), [((6144, 4096), True), ((4096, 4096), False)])
+def test_a_trial_begins_with_what_runs_without_one(
+    extents: tuple[int, int], first: bool, table: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, product = _cuda(*extents)
+    algorithms = [lt.Candidate(bytes([n]), 0) for n in (1, 2)]
+    monkeypatch.setattr(choices, "place", lambda index: "a place")
+    monkeypatch.setattr(lt, "candidates", lambda index, p: algorithms)
+    monkeypatch.setattr(lt, "variations", lambda index, p, base: [])
+    made: Any = SimpleNamespace(blocks=lambda count: SimpleNamespace(prepare=lambda *_: None))
+    monkeypatch.setattr(maps, "mover", lambda into: None)
+    trial = gemm_block._Trial(made, 0, product)
+    names = trial.candidates()
+    assert sorted(names) == ["01", "02", gemm_block.OWN]
+    assert (names[0] == gemm_block.OWN) is first
+    assert isinstance(trial.prepared(gemm_block.OWN), gemm_block.Prepared)
+
+
+def test_the_library_never_takes_the_name_for_an_algorithm(
+    table: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, product = _cuda(4096, 4096)
+    favourite = lt.Candidate(b"favourite", 0)
+    monkeypatch.setattr(choices, "place", lambda index: "a place")
+    monkeypatch.setattr(choices, "_first", lambda index, p: favourite)
+    table[product.key] = gemm_block.OWN
+    assert choices.choose(0, product) is favourite
 
 
 # -- tiles
@@ -185,12 +281,15 @@ def test_a_thread_stores_the_columns_that_it_has() -> None:
 
 # -- machine code
 
+BIASED: tuple[dict[str, Any], ...] = ({"bias": BF16}, {"bias": FP32, "d": FP32})
+
 
 @pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
 @pytest.mark.parametrize(
     "product",
     [_product(scales=scales) for scales in gemm_block.SCALES]
-    + [_product(d=FP32, accumulate=True), _product(d=BF16, accumulate=True)],
+    + [_product(d=FP32, accumulate=True), _product(d=BF16, accumulate=True)]
+    + [_product(scales=gemm_block.SCALES[1], **more) for more in BIASED],
     ids=lambda product: product.key,
 )
 def test_products_overlap_and_nothing_spills(

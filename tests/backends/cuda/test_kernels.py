@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tests.backends.cuda.cases import Case, cases, check, drawer
+import pytest
+import torch
+
+from te_ops.backends.cuda import launch
+from tests.backends.cuda.cases import BIND, Case, cases, check, drawer
 
 SOME = (
     "pointwise-gelu-bf16-bf16",
@@ -45,3 +49,24 @@ def test_equals_the_reference(name: str) -> None:
 def test_long_rows_are_read_again() -> None:
     case = BY_NAME["layernorm-f32-f32"]
     assert check(case.make(drawer(4, "cpu"), (2, 70000)), "sm_90", "cpu") == []
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_results_that_no_cache_holds_leave_it_first(
+    scaling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the rows that are expected: the bytes are the same either way."""
+    texts: list[str] = []
+
+    def note(name: str, text: str, *_: Any, **__: Any) -> None:
+        texts.extend([text] if name == "quantize" else [])
+
+    monkeypatch.setattr(launch, "build", note)
+    case = BY_NAME[f"quantize-e4m3 per-tensor {scaling}-bf16-rca"]
+    for rows in (1024, 8192):  # 28 and 224 MiB of copies
+        group = case.make(
+            lambda shape, dtype=torch.bfloat16, **_: torch.empty(shape, dtype=dtype), (rows, 14336)
+        )
+        BIND[group.runs].bind(group.call("sm_90", "cpu"))
+    assert [text.startswith("#define TE_OPS_PASSING\n") for text in texts] == [False, True]
+    assert texts[1].partition("\n")[2] == texts[0]

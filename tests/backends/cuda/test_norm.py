@@ -112,12 +112,18 @@ SHARED = (
     (11, 1000, Shape(32, 2, 64, 1, 1, 0, 2), True),
 )
 """Rows that the blocks of a cluster share (backward)."""
+SHORT = (
+    (133, 128, Shape(16, 1, 128, 0, 10, 1, at_once=2), False),
+    (37, 100, Shape(8, 2, 64, 0, 1, 1, at_once=4), True),
+    (5, 8, Shape(4, 1, 32, 0, 1, 1, at_once=3), False),
+)
+"""Several rows of a thread at once (forward): the last ones missing, columns missing, more threads than chunks."""
 LONG = tuple((2, 513, Shape(128, 0, 128, 0, 1), layer) for layer in (False, True))
 """Rows that are not held."""
 
 
 @needs_host
-@pytest.mark.parametrize(("rows", "width", "shape", "layer"), SHAPES + LONG)
+@pytest.mark.parametrize(("rows", "width", "shape", "layer"), SHAPES + SHORT + LONG)
 def test_forward(rows: int, width: int, shape: Shape, layer: bool) -> None:
     draw = drawer(rows, "cpu")
     x, other, gamma, beta = (draw(s) for s in ((rows, width), (rows, width), (width,), (width,)))

@@ -63,6 +63,8 @@ inline void wait_at(Gate& gate, int count) {
     while (gate.generation == generation) yield();
   }
 }
+inline void let_next_begin() {}
+inline void wait_for_previous() {}
 inline void barrier() { wait_at(host.gates[cluster_rank()], host.threads); }
 inline void group_barrier(int id, int threads) {
   if (id < 1 || id > 15 || threads % 32) __builtin_trap();
