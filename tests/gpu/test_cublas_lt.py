@@ -88,6 +88,22 @@ def test_the_bias_is_added_before_the_rounding(pair, rows, columns) -> None:
     assert_no_worse(_launch(EPILOGUE, call, a, b, bias), expected.bfloat16(), expected)
 
 
+@pytest.mark.parametrize("rows", [7, 256, 1912])
+@pytest.mark.parametrize("columns", [64, 50])
+@pytest.mark.parametrize("pair", ["dense", "current", "delayed", "hybrid"])
+def test_a_matrix_is_added_before_the_rounding(pair, rows, columns) -> None:
+    a, b = operands("nt", (rows, columns, 144), PAIRS[pair], device=CUDA)
+    c = torch.randn(rows, columns, device=CUDA).bfloat16()
+    before = c.clone()
+    call = fused(a, b, "nt", "add", c, accumulation="split", arch=arch_of(CUDA))
+    y = _launch(EPILOGUE, call, a, b, c)
+    expected = exact(a, b, "nt") + c.double()
+    # Where the library does not take the extents, the product is rounded before torch adds to it.
+    twice = (exact(a, b, "nt").bfloat16() + c).double()
+    assert_no_worse(y, expected.bfloat16() if columns % 16 == 0 else twice.bfloat16(), expected)
+    assert torch.equal(c, before)
+
+
 @pytest.mark.parametrize("accumulation", ["fast", "split"])
 def test_accumulation_of_fp8(accumulation) -> None:
     a, b = operands("nt", (512, 512, 8192), FORMATS["current"], FP32, device=CUDA)

@@ -9,6 +9,7 @@ import functools
 import importlib.resources
 import json
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,6 +18,8 @@ from te_ops.runtime.tune import GAIN, TABLE, drawn
 
 SHIPPED = "measured.json"
 """Beside this file: place -> product -> algorithm."""
+OWN = "te_ops"
+"""What `te.tune` files instead of an algorithm where a kernel of another backend was faster."""
 
 
 @functools.cache
@@ -47,7 +50,7 @@ def choose(index: int, product: lt.Product) -> lt.Candidate | None:
     """The algorithm for a product on a device; None if the library does not multiply it."""
     where, key = place(index), product.key
     for text in (TABLE.get(where, key), shipped().get(where, {}).get(key)):
-        if text:
+        if text and text != OWN:
             found = lt.checked(index, product, unpacked(text))
             if found is not None:
                 return found
@@ -84,7 +87,8 @@ class Trial:
         """Allocate operands; gives a run for each candidate."""
         p = self.product
         kept = {"a": drawn(p.m, p.k, p.a, self.device), "b": drawn(p.n, p.k, p.b, self.device)}
-        kept["d"] = torch.zeros(p.m, p.n, dtype=p.d, device=self.device)
+        for name in ("d", "c") if p.plus else ("d",):
+            kept[name] = torch.zeros(p.m, p.n, dtype=p.d, device=self.device)
         if p.bias is not None:
             kept["bias"] = torch.zeros(p.n, dtype=p.bias, device=self.device)
         for name, rows, mode in zip(("scale_a", "scale_b"), (p.m, p.n), p.scales, strict=True):
@@ -93,9 +97,7 @@ class Trial:
         words = [kept[w].data_ptr() if w in kept else 0 for w in lt.WORDS]
 
         def run(text: str) -> Callable[[], None]:
-            found = lt.checked(self.index, p, unpacked(text))
-            assert found is not None  # the library offered it
-            prepared = lt.Prepared(self.index, p, found)
+            prepared = self.prepared(text)
 
             def once() -> None:
                 assert kept  # the operands live as long as the run
@@ -104,6 +106,12 @@ class Trial:
             return once
 
         return run
+
+    def prepared(self, text: str) -> Any:
+        """The product by a candidate: a `te_ops.backends.cublas.direct.Product`."""
+        found = lt.checked(self.index, self.product, unpacked(text))
+        assert found is not None  # the library offered it
+        return lt.Prepared(self.index, self.product, found)
 
 
 def _scales(mode: str, rows: int, k: int) -> int:

@@ -32,8 +32,9 @@ def refuse_direct(problem: Problem) -> str | None:
     """None if cuBLASLt sums these operands as torch does; FP32 and FP64 are torch's, which knows its TF32 switch."""
     if problem.a.kind.name == "dense" and problem.a.dtype not in HALF:
         return f"{problem.a.dtype} operands are left to torch"
-    if problem.bias is not None and problem.bias.dtype is not problem.dtype:
-        return f"a {problem.bias.dtype} bias is not added to a {problem.dtype} result"
+    for what, spec in (("bias", problem.bias), ("matrix", problem.c)):
+        if spec is not None and spec.dtype is not problem.dtype:
+            return f"a {spec.dtype} {what} is not added to a {problem.dtype} result"
     return None
 
 
@@ -60,6 +61,7 @@ class Form:
             scales=self.scales,
             bias=None if p.bias is None else p.dtype,
             accumulate=p.accumulate,
+            plus=p.c is not None,
             fast=p.fast and not dense,
         )
 
@@ -100,13 +102,17 @@ def bind_direct(
     scales: tuple[str, str],
     fallback: Launch,
     prepare: Prepare = by_the_library,
+    trial: Callable[[int, lt.Product], Trial] = Trial,
 ) -> Launch:
-    """`launch(a, b[, bias][, added])` over dense tensors or records, of any number of rows."""
+    """`launch(a, b[, bias][, c][, added])` over dense tensors or records, of any number of rows.
+
+    `trial`: what `te.tune` is offered of a product.
+    """
     form, index = Form(problem, scales), problem.device.index or 0
     if collecting():
         extents = problem.extents
         if form.takes(*extents):
-            offer(Trial(index, form.product(*extents)))
+            offer(trial(index, form.product(*extents)))
     calls = _Calls(form, index, fallback, prepare)
     return calls.scaled if scales[0] else calls.dense
 
@@ -119,6 +125,7 @@ class _Calls:
         self.form, self.index, self.fallback, self.prepare = form, index, fallback, prepare
         self.dtype, self.device = problem.dtype, problem.device
         self.accumulates, self.biased = problem.accumulate, problem.bias is not None
+        self.adds = problem.c is not None
         self.row_first = problem.layout != "tn"
         self.read_scales = tuple(_READ[mode] for mode in form.scales if mode)
         self.made: dict[Any, tuple[Product, tuple[int, ...]] | None] = {}
@@ -168,13 +175,17 @@ class _Calls:
     def _run(self, found: Any, words: tuple[int, ...], more: tuple[Tensor, ...]) -> Tensor | None:
         """The result; None where an address or a stride is not what the library takes."""
         prepared, shape = found
-        bias = 0
+        bias = c = 0
         if self.biased:
             if more[0].stride(-1) != 1:
                 return None
             bias = more[0].data_ptr()
+        if self.adds:
+            if not more[-1].is_contiguous():
+                return None
+            c = more[-1].data_ptr()
         a, b, scale_a, scale_b = words
-        if (a | b | scale_a | scale_b | bias) & _BYTES:
+        if (a | b | scale_a | scale_b | bias | c) & _BYTES:
             return None
         if self.accumulates:
             d = more[-1]
@@ -182,7 +193,7 @@ class _Calls:
                 return None
         else:
             d = torch.empty(shape, dtype=self.dtype, device=self.device)
-        given = (a, b, d.data_ptr(), scale_a, scale_b, bias, 0, 0)
+        given = (a, b, d.data_ptr(), scale_a, scale_b, bias, 0, 0, c)
         index = self.index
         if lt.current_device() != index:
             with lt.entered(index):

@@ -57,11 +57,18 @@ def _native(problem: Problem) -> _Family | str:
     return _FAMILIES.get(pair) or f"the library is given no {pair[0]} x {pair[1]} product"
 
 
+def _by_torch(problem: Problem) -> _Family | str:
+    """The same family through torch's calls."""
+    return "torch adds a bias to a product, and no matrix" if problem.c else _native(problem)
+
+
 def _direct(problem: Problem) -> _Family | str:
     """The same family through cuBLASLt itself; what that does not take goes the way of the family."""
     family = _native(problem)
     if isinstance(family, str):
         return family
+    if problem.c is not None and family is _BLOCKS:
+        return "cuda.gemm_block and a sum of its own take less time for block scales"
     native = family
 
     def refuse(problem: Problem) -> str | None:
@@ -76,7 +83,10 @@ def _direct(problem: Problem) -> _Family | str:
 
 
 def added(bind: Callable[[Problem], Launch], problem: Problem) -> Launch:
-    """The family's launch; where the product is added to a tensor, it is made in FP32, and torch adds it."""
+    """The family's launch; torch adds c, or the product to a tensor, for which it is made in FP32."""
+    if problem.c is not None:
+        alone = bind(replace(problem, c=None))
+        return lambda a, b, *more: alone(a, b, *more[:-1]) + more[-1]
     if not problem.accumulate:
         return bind(problem)
     launch = bind(replace(problem, dtype=torch.float32, accumulate=False))
@@ -101,7 +111,7 @@ class _Way:
     recorded: bool = False
 
 
-_TORCH, _LT = _Way(_native, 10), _Way(_direct, 12, lambda: lt.missing(), recorded=True)
+_TORCH, _LT = _Way(_by_torch, 10), _Way(_direct, 12, lambda: lt.missing(), recorded=True)
 
 
 def _kernel(runs: str, name: str, way: _Way) -> Kernel:

@@ -1,6 +1,6 @@
 """cuBLASLt driven directly: a product of exact extents is prepared once, a call patches pointers.
 
-What torch's own calls lack: every candidate of the library's heuristic, accumulation into the result
+What torch's own calls lack: every candidate of the library's heuristic, another matrix that is added
 (beta = 1), and half the host time. Matrices here are row-major. The library's are column-major, so it
 computes the transposed product: its A is our b, its B our a, its D is [n, m].
 
@@ -30,8 +30,9 @@ WORKSPACE = 32 << 20
 ALIGNMENT = 16
 """Bytes: every address that a prepared product is given divides by it."""
 CANDIDATES = 16
-WORDS = ("a", "b", "d", "scale_a", "scale_b", "bias", "scale_d", "amax_d")
+WORDS = ("a", "b", "d", "scale_a", "scale_b", "bias", "scale_d", "amax_d", "c")
 """Addresses of a call, in this order; 0 for what the product does not have."""
+_C = WORDS.index("c")
 
 _TYPES = {
     torch.float32: 0,
@@ -75,7 +76,7 @@ class Result(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Product:
-    """d [m, n] = a b (+ d) (+ bias), row-major, with exact extents.
+    """d [m, n] = a b (+ d) (+ c) (+ bias), row-major, with exact extents.
 
     Attributes:
         a, b, d: dtypes.
@@ -83,7 +84,7 @@ class Product:
         scales: of a and b: "", "tensor", "row" (one a row of a, a column of b), "1x128" (FP32, rows contiguous) or
             "128x128" (FP32, [row blocks, k blocks filled up to a multiple of 4]).
         bias: dtype of a bias [n].
-        accumulate: d is added to.
+        accumulate: d is added to. plus: c, a matrix like d, is added; not both.
         fast: FP8 sums stay in the tensor core's accumulator.
         scaled_d: an FP8 d is multiplied by a scale, and its amax taken.
     """
@@ -99,6 +100,7 @@ class Product:
     scales: tuple[str, str] = ("", "")
     bias: torch.dtype | None = None
     accumulate: bool = False
+    plus: bool = False
     fast: bool = False
     scaled_d: bool = False
 
@@ -112,19 +114,11 @@ class Product:
             "bias": self.bias is not None,
             "fast": self.fast,
             "add": self.accumulate,
+            "plus": self.plus,
             "amax": self.scaled_d,
         }
-        return " ".join(
-            x
-            for x in (
-                f"{self.m}x{self.n}x{self.k}",
-                form,
-                dtypes,
-                scales,
-                *(f for f, on in flags.items() if on),
-            )
-            if x
-        )
+        named = (form, dtypes, scales, *(f for f, on in flags.items() if on))
+        return " ".join([f"{self.m}x{self.n}x{self.k}", *filter(None, named)])
 
     @property
     def has(self) -> frozenset[str]:
@@ -132,6 +126,7 @@ class Product:
         words = {"a", "b", "d"}
         words |= {name for name, s in zip(("scale_a", "scale_b"), self.scales, strict=True) if s}
         words |= {"bias"} if self.bias is not None else set()
+        words |= {"c"} if self.plus else set()
         return frozenset(words | ({"scale_d", "amax_d"} if self.scaled_d else set()))
 
 
@@ -263,6 +258,21 @@ def scratch(index: int, stream: int) -> torch.Tensor:
 def _space(index: int) -> torch.Tensor:
     with unwatched():  # no memory of the plan that is being recorded
         return torch.empty(WORKSPACE, dtype=torch.uint8, device=device(index))
+
+
+class Scratch:
+    """Where the scratch memory of some calls on a device lies: there, outside of a capture, until it is given back."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self._address = index, 0
+        self._found: tuple[int, int] | None = None  # of which stream and period
+
+    def address(self, stream: int) -> int:
+        """For a call on this stream."""
+        found = None if capturing() else (stream, Bundles.scratch)
+        if found is None or found != self._found:
+            self._found, self._address = found, scratch(self.index, stream).data_ptr()
+        return self._address
 
 
 def release() -> int:
@@ -485,7 +495,7 @@ class _Choice:
 
     def __init__(self, index: int, product: Product, chosen: Candidate) -> None:
         self.index, self.product, self.chosen = index, product, chosen
-        self._numbers = ctypes.c_float(1.0), ctypes.c_float(float(product.accumulate))
+        self._numbers = ctypes.c_float(1.0), ctypes.c_float(product.accumulate or product.plus)
         self.alpha, self.beta = map(ctypes.addressof, self._numbers)
         self._algo = ctypes.create_string_buffer(chosen.algo, _ALGO)
         self.algo = ctypes.addressof(self._algo)
@@ -506,8 +516,10 @@ class _Place:
         self._last = [0] * len(WORDS)
         self._set, self._desc = lib.matmul_desc_set_attribute, made.desc
         self._stream, self._space = ctypes.c_void_p(), ctypes.c_void_p()
-        self._found = (0, -1)  # of which stream and period the scratch memory is
-        a, b, d = (ctypes.c_void_p.from_address(address + 8 * i) for i in range(3))
+        self._scratch = Scratch(choice.index)
+        a, b, d, c = (ctypes.c_void_p.from_address(address + 8 * i) for i in (0, 1, 2, _C))
+        # Nothing is read where beta is 0, nor of c where it is not like d.
+        added = c if product.plus else d if made.c == made.d else ctypes.c_void_p()
         self._matmul = functools.partial(
             _matmul(lib) or functools.partial(_through, lib.matmul),
             *map(ctypes.c_void_p, (_device(choice.index).handle, made.desc, choice.alpha)),
@@ -516,7 +528,7 @@ class _Place:
             a,
             ctypes.c_void_p(made.b),
             ctypes.c_void_p(choice.beta),
-            d if made.c == made.d else ctypes.c_void_p(),  # nothing is read of c where it is not d
+            added,
             ctypes.c_void_p(made.c),
             d,
             *map(ctypes.c_void_p, (made.d, choice.algo)),
@@ -532,20 +544,10 @@ class _Place:
                 last[i] = words[i]
                 self._set(self._desc, attribute, address, 8)
         if self.choice.chosen.workspace:
-            self._take(stream)
+            self._space.value = self._scratch.address(stream)
         self._stream.value = stream
         if status := self._matmul():
             raise PlanError(f"{self.choice.product.key}: cublasLtMatmul fails with status {status}")
-
-    def _take(self, stream: int) -> None:
-        """Look up the scratch memory, which stays where it is outside of a capture until it is given back."""
-        if capturing():
-            self._found = (0, -1)
-        elif self._found == (stream, Bundles.scratch):
-            return
-        else:
-            self._found = (stream, Bundles.scratch)
-        self._space.value = scratch(self.choice.index, stream).data_ptr()
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What a call asks of a GEMM library: one gemm, alone or with a bias add, a cast or an accumulation after it."""
+"""What a call asks of a GEMM library: one gemm, alone or with sums, a cast or an accumulation after it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ from dataclasses import dataclass
 import torch
 
 from te_ops.basic.gemm import ACCUMULATE
+from te_ops.basic.pointwise import SUM
 from te_ops.graph import Node, Spec, Value
-from te_ops.pointwise import Input, activations
+from te_ops.pointwise.expr import Expr
 from te_ops.registry import Call
-
-_SUM = (Input(0) + Input(1), Input(1) + Input(0))
-assert activations["bias"]().out[0] in _SUM
 
 
 @dataclass(frozen=True)
 class Problem:
-    """y = op(a) op(b) (+ bias) in `dtype`, or added to a tensor of that dtype.
+    """y = op(a) op(b) (+ bias) (+ c) in `dtype`, or added to a tensor of that dtype.
 
     Attributes:
         layout: "nt" (a b^T), "nn" (a b) or "tn" (a^T b), as the gemm primitive says.
         dtype: of the result.
-        a, b, bias: specs of the operands.
-        places: where a, b and bias, or what is added to, stand among the values that the call reads.
+        a, b, bias, c: specs of the operands; c is of y's shape.
+        places: where a, b, bias and c, or what is added to, stand among the values that the call reads.
         fast: whether FP8 products may be summed in the tensor core's own, narrower accumulator.
         arch: of the device, "sm_90".
         accumulate: the product is added to its last operand.
@@ -40,6 +38,7 @@ class Problem:
     fast: bool
     arch: str
     device: torch.device
+    c: Spec | None = None
     accumulate: bool = False
 
     @property
@@ -58,7 +57,7 @@ def problem_of(call: Call) -> Problem | str:
     """The problem of a call, or why no GEMM with a bias or another result dtype solves it."""
     gemm = call.nodes[0]
     inputs = gemm.inputs
-    dtype, bias, total = call.spec(gemm.out).dtype, None, None
+    dtype, total, more = call.spec(gemm.out).dtype, None, _Sums()
     if len(call.nodes) > 1 and call.nodes[1].prim is ACCUMULATE:
         reason = _not_added(call, gemm)
         if reason is not None:
@@ -69,8 +68,9 @@ def problem_of(call: Call) -> Problem | str:
         found = _epilogue(call, gemm)
         if isinstance(found, str):
             return found
-        dtype, bias = found
-    values = [v for v in (*inputs, bias, total) if v is not None]
+        dtype, more = call.spec(call.nodes[1].out).dtype, found
+    bias, c = more.bias, more.c
+    values = [v for v in (*inputs, bias, c, total) if v is not None]
     return Problem(
         layout=gemm.attrs["layout"],
         dtype=dtype,
@@ -81,6 +81,7 @@ def problem_of(call: Call) -> Problem | str:
         fast=gemm.attrs.get("accumulation") == "fast",
         arch=call.arch,
         device=call.device,
+        c=None if c is None else call.spec(c),
         accumulate=total is not None,
     )
 
@@ -94,28 +95,55 @@ def _not_added(call: Call, gemm: Node) -> str | None:
     return None
 
 
-def _epilogue(call: Call, gemm: Node) -> tuple[torch.dtype, Value | None] | str:
-    """Dtype of the result and the bias of a group, or why the library has no such epilogue."""
+@dataclass(frozen=True)
+class _Sums:
+    """What is added to a product: a bias, one a column, and a value of the product's shape."""
+
+    bias: Value | None = None
+    c: Value | None = None
+
+
+def _epilogue(call: Call, gemm: Node) -> _Sums | str:
+    """What a group adds to its product, or why the library has no such epilogue."""
     node = call.nodes[1]
-    if len(call.nodes) > 2 or node.prim.name != "pointwise":
-        return "the library adds a bias or changes the result's dtype, and nothing more"
+    if len(call.nodes) > 2 or node.prim.name not in ("pointwise", SUM.name):
+        return "the library adds a bias or a matrix or changes the result's dtype, and nothing more"
     if gemm.out in call.writes:
         return "the product itself is read elsewhere too, and the library writes one result"
+    found = _added(node, gemm)
+    if found is None:
+        name = node.attrs["fn"].name if node.prim is not SUM else SUM.name
+        return f"the library adds a bias and a matrix, and has no {name!r} epilogue"
     made, result = call.spec(gemm.out), call.spec(node.out)
-    if node.inputs == (gemm.out,) and node.attrs["fn"].out == (Input(0),):
-        return result.dtype, None
-    others = [i for i, v in enumerate(node.inputs) if v != gemm.out]
-    is_bias = (
-        len(node.inputs) == 2
-        and len(others) == 1
-        and node.attrs["fn"].out[0] in _SUM
-        and len(node.attrs["fn"].out) == 1
-        and node.attrs["broadcast"][others[0]] == "row"
-    )
-    if not is_bias:
-        return f"the library adds a bias and has no {node.attrs['fn'].name!r} epilogue"
-    bias = node.inputs[others[0]]
-    for what, dtype in (("bias", call.spec(bias).dtype), ("sum", result.dtype)):
+    dtypes = {"bias": found.bias, "matrix that is added": found.c}
+    given = {what: call.spec(v).dtype for what, v in dtypes.items() if v is not None}
+    for what, dtype in (*given.items(), *([("sum", result.dtype)] if given else [])):
         if dtype is not made.dtype:
             return f"the {what} is {dtype}, the product {made.dtype}; the library wants one dtype"
-    return result.dtype, bias
+    return found
+
+
+def _added(node: Node, gemm: Node) -> _Sums | None:
+    """The values that a node adds to the product, which it takes once; None if it does more."""
+    if node.prim is SUM:
+        terms, kinds = list(range(len(node.inputs))), ["full"] * len(node.inputs)
+    else:
+        outs = node.attrs["fn"].out
+        terms, kinds = _terms(outs[0]) if len(outs) == 1 else [], list(node.attrs["broadcast"])
+    if sorted(terms) != list(range(len(node.inputs))) or node.inputs.count(gemm.out) != 1:
+        return None
+    found: dict[str, Value] = {}
+    for value, kind in zip(node.inputs, kinds, strict=True):
+        if value == gemm.out and kind == "full":
+            continue
+        if kind not in ("row", "full") or kind in found:
+            return None
+        found[kind] = value
+    return _Sums(found.get("row"), found.get("full")) if gemm.out not in found.values() else None
+
+
+def _terms(e: Expr) -> list[int]:
+    """The inputs that an expression is the sum of, [-1] for another one."""
+    if e.op == "add":
+        return [i for arg in e.args for i in _terms(arg)]
+    return [e.payload[0] if e.op == "input" and e.payload[1] == "value" else -1]

@@ -238,8 +238,7 @@ class FakeLt:
         adesc, bdesc, ddesc = given["adesc"], given["bdesc"], given["ddesc"]
         assert ctypes.c_float.from_address(given["alpha"]).value == 1.0
         added = ctypes.c_float.from_address(beta).value
-        assert c == d
-        for address in (a, b, d):
+        for address in (a, b, c, d):
             assert address % 16 == 0
         x = self._operand(attributes, "A", a, adesc)
         y = self._operand(attributes, "B", b, bdesc)
@@ -247,7 +246,7 @@ class FakeLt:
         out = _matrix(d, *self.objects[ddesc])
         if added:
             assert added == 1.0
-            z = z + out.double()
+            z = z + _matrix(c, *self.objects[given["cdesc"]]).double()
         if attributes.get(MatmulDescAttribute.EPILOGUE) == Epilogue.BIAS:
             dtype = _DTYPES[attributes[MatmulDescAttribute.BIAS_DATA_TYPE]]
             bias = _matrix(attributes[MatmulDescAttribute.BIAS_POINTER], dtype, len(z), 1, len(z))

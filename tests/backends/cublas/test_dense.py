@@ -91,7 +91,13 @@ def test_a_bias_is_added_inside(library, lead) -> None:
     [
         ("gelu", (), {}, "no 'gelu' epilogue"),
         ("bias", (torch.randn(4),), {}, "the bias is torch.float32, the product torch.bfloat16"),
-        ("bias", (torch.randn(6, 4).bfloat16(),), {}, "the library adds a bias"),
+        (
+            "add",
+            (torch.randn(6, 4).bfloat16(),),
+            {},
+            "torch adds a bias to a product, and no matrix",
+        ),
+        ("mul", (torch.randn(6, 4).bfloat16(),), {}, "no 'mul' epilogue"),
         ("cast", (), {"result": torch.float16}, "makes no torch.float16 of torch.bfloat16"),
         ("cast", (), {"result": torch.float32, "write": True}, "read elsewhere too"),
     ],

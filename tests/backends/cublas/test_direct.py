@@ -11,7 +11,9 @@ import torch
 import te_ops as te
 from te_ops.backends.cublas import DIRECT, KERNELS, lt
 from te_ops.basic.gemm import ACCUMULATE, GEMM
+from te_ops.basic.pointwise import SUM
 from te_ops.graph import Graph
+from te_ops.pointwise import Fn, Input
 from te_ops.quantizers import Record
 from te_ops.registry import Call, Rule
 from te_ops.runtime.tape import recording
@@ -83,6 +85,64 @@ def test_a_bias(lt_library: FakeLt, quantizers: Any) -> None:
     y = run(EPILOGUE, fused(a, b, "nt", "bias", bias), a, b, bias)
     same(y, exact(a, b, "nt") + bias.double())
     assert lt_library.calls[-1]["biased"]
+
+
+X, Y, Z = Input(0), Input(1), Input(2)
+BIASED = {  # bias and matrix in every order that a trace may add them
+    "(y + bias) + c": (Fn("sum", ["value"] * 3, (X + Y) + Z), (0, 1)),
+    "c + (y + bias)": (Fn("sum", ["value"] * 3, Z + (X + Y)), (0, 1)),
+    "(y + c) + bias": (Fn("sum", ["value"] * 3, (X + Y) + Z), (1, 0)),
+}
+
+
+@pytest.mark.parametrize("pair", ["dense", "current", "delayed", "hybrid"])
+def test_a_matrix_is_added(lt_library: FakeLt, pair: str) -> None:
+    a, b = operands("nt", (32, 48, 256), PAIRS[pair])
+    c = torch.randn(32, 48).bfloat16()
+    before = c.clone()
+    y = run(EPILOGUE, fused(a, b, "nt", "add", c, accumulation="fast"), a, b, c)
+    same(y, exact(a, b, "nt") + c.double())
+    assert torch.equal(c, before)
+    (call,) = lt_library.calls
+    assert (call["beta"], call["biased"]) == (1.0, False)
+
+
+@pytest.mark.parametrize("order", BIASED)
+@pytest.mark.parametrize("quantizers", [(None, None), CURRENT], ids=["dense", "fp8"])
+def test_a_bias_and_a_matrix(lt_library: FakeLt, quantizers: Any, order: str) -> None:
+    fn, places = BIASED[order]
+    a, b = operands("nt", (32, 48, 256), quantizers)
+    more = torch.randn(48).bfloat16(), torch.randn(32, 48).bfloat16()
+    extra = [more[i] for i in places]
+    y = run(EPILOGUE, fused(a, b, "nt", fn, *extra), a, b, *extra)
+    same(y, exact(a, b, "nt") + more[0].double() + more[1].double())
+    assert (lt_library.calls[-1]["beta"], lt_library.calls[-1]["biased"]) == (1.0, True)
+
+
+def test_what_is_multiplied_is_added_too(lt_library: FakeLt) -> None:
+    x, w = torch.randn(32, 32).bfloat16(), torch.randn(32, 32).bfloat16()
+    g = Graph()
+    a, b = g.input(0, spec_of(x)), g.input(1, spec_of(w))
+    y = g.call(GEMM, a, b, layout="nt", dtype=BF16, accumulation=None)
+    z = g.call(SUM, a, y, dtype=BF16)
+    specs = {v: g.spec(v) for v in (a, b, y, z)}
+    rule = Rule("gemm_epilogue", ("gemm", "pointwise*", "sum?"), commutes=("sum",))
+    nodes, cpu = (g.node(y), g.node(z)), torch.device("cpu")
+    call = Call(nodes, (a, b), (z,), specs, cpu, "sm_90", 16, rule)
+    same(run(EPILOGUE, call, x, w), exact(x, w, "nt") + x.double())
+
+
+def test_a_matrix_that_does_not_lie_as_the_library_reads_it(
+    lt_library: FakeLt, library: Library
+) -> None:
+    a, b = operands("nt", (32, 48, 256), CURRENT)
+    call = fused(a, b, "nt", "add", torch.randn(32, 48).bfloat16())
+    launch = EPILOGUE.bind(call)
+    wide = torch.randn(32, 64).bfloat16()
+    shifted = torch.randn(32 * 48 + 1).bfloat16()[1:].view(32, 48)
+    for c in (wide[:, :48], torch.randn(48, 32).bfloat16().t(), shifted):
+        assert_close(launch(a, b, c), (exact(a, b, "nt") + c.double()).to(BF16), terms=256)
+    assert not lt_library.calls
 
 
 @pytest.mark.parametrize("total", [FP32, BF16], ids=str)
@@ -191,6 +251,26 @@ def test_a_product_that_is_read_elsewhere_is_not_only_added(lt_library: FakeLt) 
     call = added(a, b, torch.zeros(32, 48))
     call = Call(**{**call.__dict__, "writes": (call.nodes[0].out, *call.writes)})
     assert ADDED.reason(call) == "the library adds the product to a tensor, and nothing more"
+
+
+@pytest.mark.parametrize(
+    ("c", "fn", "words"),
+    [
+        (torch.randn(32, 48), "add", "the matrix that is added is torch.float32"),
+        (torch.randn(32, 48).bfloat16(), "mul", "has no 'mul' epilogue"),
+        (torch.randn(32, 48).bfloat16(), Fn("twice", ["value"] * 2, X + X + Y), "no 'twice'"),
+        (torch.randn(32, 48).bfloat16(), Fn("more", ["value"] * 2, X + Y + 1.0), "no 'more'"),
+    ],
+)
+def test_other_sums_are_refused(lt_library: FakeLt, c: torch.Tensor, fn: Any, words: str) -> None:
+    a, b = operands("nt", (32, 48, 256), (None, None))
+    assert words in str(EPILOGUE.reason(fused(a, b, "nt", fn, c, result=BF16)))
+
+
+def test_block_scales_are_left_to_the_kernel_of_our_own(lt_library: FakeLt) -> None:
+    a, b = operands("nt", (32, 48, 256), FORMATS["1x128 x 128x128"])
+    call = fused(a, b, "nt", "add", torch.randn(32, 48).bfloat16())
+    assert "cuda.gemm_block" in str(EPILOGUE.reason(call))
 
 
 # -- recording

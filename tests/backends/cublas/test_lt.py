@@ -54,6 +54,9 @@ def operands(p: lt.Product) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     z = x @ y.t()
     if p.accumulate:
         z += words["d"].double()
+    if p.plus:
+        words["c"] = torch.randn(p.m, p.n).to(p.d)
+        z += words["c"].double()
     if p.bias is not None:
         words["bias"] = torch.randn(p.n).to(p.bias)
         z += words["bias"].double()
@@ -74,6 +77,8 @@ PRODUCTS = {
     "wide": product(d=FP32),
     "accumulated": product(d=FP32, accumulate=True, a_k=False, b_k=False),
     "accumulated bf16": product(accumulate=True),
+    "added": product(plus=True),
+    "added, bias": product(a=E4M3, b=E4M3, scales=TENSOR, bias=BF16, plus=True, fast=True),
     "tensor": product(a=E4M3, b=E4M3, scales=TENSOR, fast=True),
     "tensor bias": product(a=E4M3, b=E4M3, scales=TENSOR, bias=BF16),
     "tensor e5m2": product(a=E5M2, b=E4M3, scales=TENSOR),
@@ -135,7 +140,7 @@ def test_a_tape_has_descriptors_of_its_own(lt_library: FakeLt) -> None:
     issue = made.prepare(words, ctypes.addressof(place))
     first, one = operands(p)
     second, two = operands(p)
-    words[:] = memoryview((ctypes.c_int64 * 8)(*addresses(first))).cast("B").cast("q")
+    words[:] = memoryview((ctypes.c_int64 * len(lt.WORDS))(*addresses(first))).cast("B").cast("q")
     made.run(addresses(second), 0)
     issue(3)
     assert torch.equal(first["d"], one.to(BF16))
