@@ -39,7 +39,9 @@ class Rule:
     `together` groups nodes of the chain's kinds that share an input or, with `key`, those for which it gives the same
     answer (None: none of them), which need not share anything. Nodes of the kinds in `follow` come along when they
     read a result of one of the grouped, which may then be a single node; of a chain, its last node's, and the rule
-    matches only where there is one. `exact` rounds inner values that are not written; without it they stay FP32.
+    matches only where there is one. `beside` are kinds of nodes that share an input (no parameter) with one of the
+    chain's, and have followers: these may come along too. `exact` rounds inner values that are not written; without it
+    they stay FP32.
     Operands of prims named in `commutes` are shown chain operand first.
     """
 
@@ -50,6 +52,7 @@ class Rule:
     exact: bool = False
     commutes: tuple[str, ...] = ()
     follow: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
     key: Callable[[Graph, Node], Hashable | None] | None = None
     rewrite: Callable[..., Any] | None = None
     elements: tuple[Element, ...] = field(init=False, compare=False)
@@ -61,10 +64,13 @@ class Rule:
             raise PlanError(f"rule {self.name}: joint rules need rewrite=, phase rules take none")
         if self.key is not None and not self.together:
             raise PlanError(f"rule {self.name}: key= is for rules with together=True")
-        if isinstance(self.follow, str):
-            raise PlanError(
-                f"rule {self.name}: follow= is a tuple of primitives, got {self.follow!r}"
-            )
+        for word in ("follow", "beside"):
+            if isinstance(named := getattr(self, word), str):
+                raise PlanError(
+                    f"rule {self.name}: {word}= is a tuple of primitives, got {named!r}"
+                )
+        if self.beside and (self.together or not self.follow):
+            raise PlanError(f"rule {self.name}: beside= is for chains with follow=")
         if self.key is not None and not callable(self.key):
             raise PlanError(
                 f"rule {self.name}: key= is a function of (graph, node), got {self.key!r}"

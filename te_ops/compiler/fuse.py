@@ -14,11 +14,12 @@ from itertools import combinations
 
 from te_ops.compiler.work import Group, Work, display
 from te_ops.errors import NoKernelError, PlanError
-from te_ops.graph import LEAVES, Graph, Node, Phase, Value
+from te_ops.graph import BUFFER, LEAVES, PARAM, SCALAR, Graph, Node, Phase, Value
 from te_ops.registry import REGISTRY, Call, Kernel, Rule
 
 MAX_SIBLINGS = 6  # beyond, only all nodes that share an input are tried as one group
 MAX_KEYED = 16  # nodes with the same key that are tried as one group
+_EVERYWHERE = frozenset({PARAM, BUFFER, SCALAR})
 
 
 @dataclass
@@ -136,15 +137,38 @@ class _Matcher:
 
     def _followed(self, rule: Rule, chains: list[tuple[Node, ...]]) -> list[tuple[Node, ...]]:
         """Chains with the readers of their last node that come along: all of them, or those of one kind."""
-        found: dict[tuple[Node, ...], None] = {}
+        found: dict[tuple[Node, ...], tuple[Node, ...]] = {}  # with the chain of each
         for chain in chains:
             last = chain[-1]
             readers = {n.id: n for n in self._followers(last) if _one_phase(last, n)}
             for kinds in (rule.follow, *((name,) for name in rule.follow)):
                 more = tuple(readers[i] for i in sorted(readers) if readers[i].prim.name in kinds)
                 if more:
-                    found[(*chain, *more)] = None
-        return list(found)
+                    found[(*chain, *more)] = chain
+        if not rule.beside:
+            return list(found)
+        others = {chain: self._beside(rule, chain) for chain in dict.fromkeys(found.values())}
+        return [*found, *((*n, *others[chain]) for n, chain in found.items() if others[chain])]
+
+    def _beside(self, rule: Rule, chain: tuple[Node, ...]) -> tuple[Node, ...]:
+        """Values made of what the chain's nodes read, each with its followers. Who shares a parameter only is not
+        one: the same layer may be called twice."""
+        inside = {n.id for n in chain}
+        shared = dict.fromkeys(v for n in chain for v in n.inputs)
+        found: dict[int, Node] = {}
+        for value in (v for v in shared if self.work.g.node(v).prim not in _EVERYWHERE):
+            for node in self.consumers.get(value, ()):
+                apart = node.id not in inside and inside.isdisjoint(v.node for v in node.inputs)
+                if (
+                    apart
+                    and node.prim.name in rule.beside
+                    and self._free(node)
+                    and _one_phase(chain[-1], node)
+                ):
+                    group = self._with_followers(rule, (node,))
+                    if len(group) > 1:
+                        found |= {n.id: n for n in group}
+        return tuple(found[i] for i in sorted(found))
 
     def _followers(self, node: Node) -> Iterator[Node]:
         for i in range(len(self.work.g.specs[node.id])):

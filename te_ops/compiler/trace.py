@@ -207,9 +207,10 @@ def _trace(request: Request) -> tuple[Graph, tuple[Value, ...]]:
     g = Graph(ModuleResolver(request.op, request.device), autocast_dtype=request.autocast_dtype)
     expected = request.op.num_inputs
     if expected is not None and expected != len(request.inputs):
-        raise ShapeError(
-            f"{type(request.op).__name__} takes {expected} input{'s' * (expected != 1)}, got {len(request.inputs)}"
-        )
+        names = getattr(request.op, "input_names", ())
+        said = f": {', '.join(names)}" if len(names) == expected else ""
+        takes = f"takes {expected} input{'s' * (expected != 1)}, got {len(request.inputs)}{said}"
+        raise ShapeError(f"{type(request.op).__name__} {takes}")
     leads = leading_dims(request.inputs, request.op.feature_dims)
     xs = [
         g.input(i, marked(spec, i, len(lead)))

@@ -9,7 +9,14 @@ _BESIDE = ("quantize", "reduce")
 RULES = (
     Rule("gemm_epilogue", (*_CHAIN, "quantize?"), commutes=_COMMUTES),
     # FP8 copies and the gradient of a bias are made of one value, beside each other.
-    Rule("gemm_epilogue_together", _CHAIN, follow=_BESIDE, commutes=_COMMUTES),
+    # So is a copy of the activation, which backward rebuilds of what its gradient reads anyway.
+    Rule(
+        "gemm_epilogue_together",
+        _CHAIN,
+        follow=_BESIDE,
+        beside=("pointwise",),
+        commutes=_COMMUTES,
+    ),
     # Current scaling reads its values again, as they were written: rounded.
     Rule("gemm_epilogue_rounded", _CHAIN, follow=_BESIDE, commutes=_COMMUTES, exact=True),
     Rule("gemm_accumulate", ("gemm", "accumulate")),

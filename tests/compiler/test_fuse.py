@@ -463,6 +463,57 @@ def test_readers_of_a_chains_last_node_come_along(most: str | None) -> None:
     assert found == ([] if most is None else [f"gemm + gelu + {most}"])
 
 
+TWICE = Rule("twice", ("gemm", "pointwise*"), follow=("quantize",), beside=("pointwise",))
+
+
+def gradient_and_value(b: Builder) -> list[Value]:
+    """A product's gradient of an activation, and the activation again, each with its copies."""
+    x = b.input()
+    y = b.fn("mul", x, b.gemm(b.input(), b.input()))
+    return [b.quantize(y)[0], b.quantize(b.fn("gelu", x))[0]]
+
+
+@pytest.mark.parametrize("takes_both", [True, False])
+def test_a_value_of_the_chains_operands_comes_along(takes_both: bool) -> None:
+    b = Builder()
+    work = b.work(*gradient_and_value(b))
+
+    def refuse(call: Call) -> str | None:
+        return None if takes_both or len(call.nodes) == 3 else "one copy is enough"
+
+    kernel = Kernel("twice", "twice", bind_composed, refuse=refuse)
+    more = " + gelu + quantize" if takes_both else ""
+    assert match(work, TWICE, kernel) == [f"gemm + mul + quantize{more}"]
+
+
+def test_what_nobody_quantizes_or_what_reads_the_chain_is_not_beside_it() -> None:
+    b = Builder()
+    x = b.input()
+    product = b.gemm(b.input(), b.input())
+    y = b.fn("mul", x, product)
+    alone, behind = b.fn("gelu", x), b.fn("add", x, y)
+    work = b.work(b.quantize(y)[0], alone, b.quantize(behind)[0])
+    assert match(work, TWICE, composed(TWICE)) == ["gemm + mul + add + quantize"]
+
+
+def test_a_chain_that_reads_the_products_operand_again_has_each_node_once() -> None:
+    b = Builder()
+    x = b.input()
+    y = b.fn("mul", b.fn("gelu", b.gemm(x, b.input())), x)
+    work = b.work(b.quantize(y)[0])
+    assert match(work, TWICE, composed(TWICE)) == ["gemm + gelu + mul + quantize"]
+
+
+def test_values_of_what_any_node_of_the_chain_reads_come_along() -> None:
+    b = Builder()
+    x, common = b.input(), b.input()
+    y = b.fn("mul", x, b.fn("add", common, b.gemm(b.input(), b.input())))
+    others = [b.quantize(b.fn(name, v))[0] for name, v in (("gelu", common), ("silu", x))]
+    work = b.work(b.quantize(y)[0], *others)
+    more = "gelu + quantize + silu + quantize"
+    assert match(work, TWICE, composed(TWICE)) == [f"gemm + add + mul + quantize + {more}"]
+
+
 def test_a_chain_without_a_reader_is_none_of_a_rule_with_follow() -> None:
     rule = Rule("beside", ("gemm", "pointwise*"), follow=("quantize", "reduce"))
     b = Builder()

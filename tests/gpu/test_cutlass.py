@@ -62,6 +62,7 @@ ROWS: dict[str, tuple[str, list[Any], tuple[int, ...]]] = {
     "gemm_epilogue own": ("own", ["dense"], (8, 5, 300)),
     "gemm_epilogue gated": ("swiglu", ["dense", DELAYED], (16, 304, 0)),
     "gemm_epilogue_together": ("gelu", ["dense", DELAYED], (16, 304, 0)),
+    "gemm_epilogue_together gated": ("swiglu", [DELAYED], (16, 304, 0)),
     "gemm_epilogue_rounded": ("gelu", ["current"], (16, 304)),
     "gemm_epilogue_rounded gated": ("swiglu", ["current"], (16, 304)),
 }

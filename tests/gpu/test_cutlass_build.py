@@ -114,7 +114,8 @@ def test_training_switches_after_an_optimizer_step(
 def test_a_captured_graph_has_them(process: runtime.Kernels) -> None:
     model, x = mlp()
     with choices.forced("prefer"):
-        graphed = te.make_graphed(model)
+        graphed = te.make_graphed(model, x)
+        assert graphed.captured == 1
         y = graphed(x)
         assert fused(model, x)
         assert torch.equal(y, model(x))

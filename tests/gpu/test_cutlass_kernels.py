@@ -15,7 +15,7 @@ import torch
 
 from te_ops.backends.cutlass import limits, runtime
 from te_ops.backends.cutlass.reference import DTYPES, reference
-from te_ops.backends.cutlass.spec import Epilogue, GemmSpec, Load, Quantized
+from te_ops.backends.cutlass.spec import Epilogue, GemmSpec, Load, Quantized, Rebuilt
 from te_ops.pointwise import (
     Fn,
     Input,
@@ -43,6 +43,8 @@ def sizes(spec: GemmSpec) -> list[tuple[int, int, int]]:
     return [(m, n + n % 32 if coded else n, k) for m, n, k in SIZES[turned]]
 
 
+SECOND: dict[str, Fn] = {}
+"""Functions of copies that are rebuilt, by symbol."""
 GELU, SWIGLU = activations["gelu"](), activations["swiglu"]()
 BIASED = compose(GELU, 0, activations["bias"]())
 SHIFTED = elementwise("shifted", lambda x, column, word: x * word + column + 1.0, *["value"] * 3)
@@ -53,6 +55,13 @@ PAIR_BIASED = Fn("biased_swiglu", ("pair", "pair"), silu(GATE) * LINEAR)
 def fused(fn: Fn, **named: Any) -> tuple[Fn, Epilogue]:
     text = prelude("cutedsl", fast=True) + lower(fn, "cutedsl")
     return fn, Epilogue(symbol(fn), text, **named)
+
+
+def rebuilds(fn: Fn, second: Fn, **named: Any) -> tuple[Fn, Epilogue]:
+    """With a copy of another function of the first load."""
+    text = prelude("cutedsl", fast=True) + lower(second, "cutedsl")
+    SECOND[symbol(second)] = second
+    return fused(fn, rebuilt=Rebuilt(symbol(second), text, (0,), "e4m3"), **named)
 
 
 def copies(form: Any = "e4m3", row: bool = True, col: bool = True) -> Quantized:
@@ -88,6 +97,22 @@ KINDS: dict[str, tuple[Fn | None, Epilogue]] = {
     "dswiglu": fused(
         SWIGLU.grad(0), acc=1, loads=(Load("tile", "bf16", True),), outs=2, quantized=copies("e5m2")
     ),
+    "dswiglu, rebuilt": rebuilds(
+        SWIGLU.grad(0),
+        SWIGLU,
+        acc=1,
+        loads=(Load("tile", "bf16", True),),
+        outs=2,
+        quantized=copies("e5m2"),
+    ),
+    "dgelu, sums, rebuilt": rebuilds(
+        GELU.grad(0),
+        GELU,
+        acc=1,
+        loads=(Load("tile", "bf16"),),
+        quantized=copies("e5m2"),
+        sums=True,
+    ),
     "dswiglu, rounded": fused(
         SWIGLU.grad(0), acc=1, loads=(Load("tile", "bf16", True),), outs=2, **ROUNDED
     ),
@@ -117,8 +142,11 @@ def specs(kind: str, mode: str) -> list[GemmSpec]:
     return [replace(spec, tiling=tiling) for tiling in tilings]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+CASES = [(k, m) for k in KINDS for m in MODES if not (m == "bf16" and "rebuilt" in k)]
+"""No BF16 recipe has FP8 copies to rebuild."""
+
+
+@pytest.mark.parametrize(("kind", "mode"), CASES)
 def test_a_kernel_computes_what_its_spec_means(kind: str, mode: str) -> None:
     """B085: every tiling that may be chosen, at sizes that no tile divides."""
     made = specs(kind, mode)
@@ -129,8 +157,10 @@ def test_a_kernel_computes_what_its_spec_means(kind: str, mode: str) -> None:
             compare(KINDS[kind][0], spec, run, size)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["swiglu", "dswiglu", "dswiglu, rounded"])
+SEVERAL = ("swiglu", "dswiglu", "dswiglu, rebuilt", "dswiglu, rounded")
+
+
+@pytest.mark.parametrize(("kind", "mode"), [case for case in CASES if case[0] in SEVERAL])
 def test_a_thread_block_makes_several_tiles(kind: str, mode: str) -> None:
     """561 tiles or more: what is handed from one to the next, and what is loaded ahead of it."""
     spec = specs(kind, mode)[0]
@@ -210,6 +240,9 @@ def results(spec: GemmSpec, size: tuple[int, int, int]) -> dict[str, Any]:
             made["col"] = empty(e.quantized.format, wide, m)
         if e.quantized.row or e.quantized.col:
             made |= {"scale": torch.full((1,), 8.0, device=CUDA), "scale_inv": empty("fp32", 1)}
+    if e.rebuilt is not None:
+        made |= {"rebuilt": empty(e.rebuilt.format, n, m), "rebuilt_inv": empty("fp32", 1)}
+        made["rebuilt_scale"] = torch.full((1,), 4.0, device=CUDA)
     return made
 
 
@@ -219,12 +252,14 @@ def compare(
     a, b, given = operands(spec, size)
     scales = (given["scale_a"], given["scale_b"]) if spec.scaled else None
     before = given["y"].clone() if spec.epilogue.accumulate else None
+    again = spec.epilogue.rebuilt
     right = reference(
-        spec, fn, a, b, scales=scales, loads=given["loads"], scale=given.get("scale"), y=before
-    )
+        spec, fn, a, b, scales=scales, loads=given["loads"], scale=given.get("scale"), y=before,
+        second=SECOND[again.function] if again else None, rebuilt_scale=given.get("rebuilt_scale"),
+    )  # fmt: skip
     run(a, b, **given)
     exact = fn is None
-    for name in ("acc", "y", "row", "col"):
+    for name in ("acc", "y", "row", "col", "rebuilt"):
         if given.get(name) is not None:
             same(
                 given[name],
@@ -240,6 +275,8 @@ def compare(
         )
     if "scale_inv" in given:
         assert given["scale_inv"].item() == right.scale_inv.item()  # type: ignore[union-attr]
+    if again is not None:
+        assert given["rebuilt_inv"].item() == right.rebuilt_inv.item()  # type: ignore[union-attr]
     if "sums" in given:
         torch.testing.assert_close(given["sums"].sum(0), right.sums, rtol=1e-2, atol=1e-1)
 

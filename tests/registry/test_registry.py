@@ -50,6 +50,11 @@ def test_wrong_words_of_a_rule_together() -> None:
         PlanError, match=r"rule r: follow= is a tuple of primitives, got 'quantize'"
     ):
         Rule("r", ("a",), together=True, follow="quantize")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"rule r: beside= is a tuple of primitives, got 'gemm'"):
+        Rule("r", ("a",), follow=("quantize",), beside="gemm")  # type: ignore[arg-type]
+    for wrong in ({"together": True, "follow": ("quantize",)}, {}):
+        with pytest.raises(PlanError, match="beside= is for chains with follow="):
+            Rule("r", ("a", "b"), beside=("pointwise",), **wrong)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"rule r: key= is a function of \(graph, node\), got 3"):
         Rule("r", ("a", "a"), together=True, key=3)  # type: ignore[arg-type]
 

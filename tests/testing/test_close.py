@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from te_ops.quantizers import MXFP8Quantizer
+from te_ops.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer
 from te_ops.testing import assert_close, assert_equal, assert_no_worse, tolerance, unit_roundoff
 
 NAN, INF = math.nan, math.inf
@@ -97,6 +97,23 @@ def test_quantized_results_are_compared_by_their_codes(factor: float) -> None:
     assert_no_worse(reference, reference, exact)
     with pytest.raises(AssertionError, match="are not those of float64"):
         assert_no_worse(wrong, reference, exact)
+
+
+@pytest.mark.parametrize("codes", [1, 2])
+@pytest.mark.parametrize("place", range(8))
+def test_a_code_beside_the_exact_one_passes_and_the_next_one_does_not(
+    place: int, codes: int
+) -> None:
+    values = torch.linspace(0.01, 1.0, 1024).bfloat16().repeat(4, 1)
+    exact = Float8CurrentScalingQuantizer().records(values, row=True, col=False)[0]
+    data = exact.data.view(torch.uint8).clone()
+    data[0, -1 - 64 * place] -= codes
+    wrong = exact.with_tensors((data.view(exact.data.dtype), exact.scale_inv))
+    if codes == 1:
+        assert_no_worse(wrong, exact, exact)
+    else:
+        with pytest.raises(AssertionError, match="1 of 4096 elements differ"):
+            assert_no_worse(wrong, exact, exact)
 
 
 def test_empty() -> None:

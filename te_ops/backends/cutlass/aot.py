@@ -124,11 +124,13 @@ def _compile(specs: dict[str, dict[str, Any]], folder: Path | None, processes: i
     for arch, rows in specs.items():
         pool, began = Pool(arch, processes), time.monotonic()
         try:
-            failed += _finish(arch, folder, compile_all(rows, arch, folder, pool))
+            missing = _finish(arch, folder, compile_all(rows, arch, folder, pool))
         finally:
             pool.close()
-        took = time.monotonic() - began
-        print(f"{len(rows)} kernels for {versions.target(arch)} in {folder}, {took:.0f} s")  # noqa: T201
+        failed += missing
+        took, made = time.monotonic() - began, len(rows) - missing
+        said = f"{made}" if not missing else f"{made} of {len(rows)}"
+        print(f"{said} kernels for {versions.target(arch)} in {folder}, {took:.0f} s")  # noqa: T201
     return int(failed > 0)
 
 

@@ -19,13 +19,14 @@ from quack.pipeline import make_pipeline_state
 
 from te_ops.backends.cutlass import ptx
 from te_ops.backends.cutlass.epilogue import HopperEpilogue, Loop
-from te_ops.backends.cutlass.stores import OCTET, Stash
+from te_ops.backends.cutlass.stores import OCTET, QuantStore, Stash
 
 cutlass: Any = _cutlass  # most of its names come by a star
 GROUP = 128  # threads of a warp group
 MATH_GROUPS = 2
 GROUPS = MATH_GROUPS + 1
 HALF = 64  # rows of a tile that a math group holds
+WIDTH = 32  # columns of a subtile
 
 # Named barriers: of quack's those that it uses for pingpong.
 FULL, EMPTY = int(NamedBarrierGemm.MmaWG0), int(NamedBarrierGemm.MmaWG1)  # the stash
@@ -53,6 +54,17 @@ class Product(NamedTuple):
     total: Any
     count: Any
     group: Any
+
+
+class StashedQuantStore(QuantStore):
+    """Copies whose codes pass through the part of the stash in which the subtile's accumulators lay."""
+
+    def _total_bytes(self, epi_tile: Any) -> int:
+        return 0
+
+    def _place(self, gemm: Any, state: Any, epi_coord: Any, part: int) -> Any:
+        copies = (self.row + self.col) * self._copy_bytes(gemm.epi_tile)
+        return gemm.place(int(epi_coord[0]), epi_coord[1]) + part * copies
 
 
 class ApartEpilogue(HopperEpilogue):
@@ -125,7 +137,8 @@ class ApartEpilogue(HopperEpilogue):
             wave.fill(0.0)  # says that nothing outlives a tile: the epilogue has its registers
             state = self._sum(work)
             _wait(EMPTY, GROUPS)
-            Stash.put(self._place(group), [total[i] for i in range(cute.size(total))])
+            place = self.place(group, 0) + ptx.thread_index() % GROUP * 16
+            Stash.put(place, [total[i] for i in range(cute.size(total))])
             _arrive(FULL, GROUPS)
         else:
             _arrive(EMPTY, GROUPS)
@@ -155,10 +168,10 @@ class ApartEpilogue(HopperEpilogue):
             total.store(total.load() + wave.load())
         return state
 
-    def _place(self, group: Any) -> Any:
-        """Where this thread's accumulators begin in a math group's half of the tile."""
-        half = HALF * 4 * self.cta_tile_shape_mnk[1]
-        return self.stash + group * half + ptx.thread_index() % GROUP * 16
+    def place(self, half: Any, column: Any) -> Any:
+        """Where the accumulators of a subtile begin: of a math group's half of the tile, and of its columns."""
+        size = HALF * 4 * self.cta_tile_shape_mnk[1]
+        return self.stash + (half * size + int(column) * WIDTH // 8 * OCTET)
 
     # -- the third group
 
@@ -198,11 +211,11 @@ class ApartEpilogue(HopperEpilogue):
             writes.producer_tail()
 
     def _load(self, fragment: Any, coord: Any) -> None:
-        em, en = (int(c) for c in coord)
-        count = cute.size(fragment)
-        place = self._place(em) + en * (count // 4) * OCTET
-        for i, value in enumerate(Stash.get(place, count)):
+        place = self.place(int(coord[0]), coord[1]) + ptx.thread_index() % GROUP * 16
+        for i, value in enumerate(Stash.get(place, cute.size(fragment))):
             fragment[i] = value
+        if any(isinstance(op, StashedQuantStore) for op in self.copies):
+            self.epilogue_barrier.arrive_and_wait()  # codes take the place of what was read
 
 
 class ApartLoop(Loop):

@@ -111,7 +111,8 @@ def _epilogue(e: Epilogue) -> str:
         q = e.quantized
         written = (("row", q.row), ("col", q.col), ("amax", q.amax))
         parts.append(f"{q.format}:{'+'.join(name for name, on in written if on)}")
-    return " ".join([*parts, *(["sums"] if e.sums else [])])
+    parts += ["sums"] if e.sums else []
+    return " ".join([*parts, *([f"rebuilt:{e.rebuilt.format}"] if e.rebuilt is not None else [])])
 
 
 def _load(load: Load) -> str:

@@ -12,7 +12,14 @@ from quack.epilogue.mixin import ComposableEpiMixin
 from quack.epilogue.ops import DStore
 from quack.rounding import RoundingMode
 
-from te_ops.backends.cutlass.spec import Epilogue, Format, GemmSpec, Load, main_output
+from te_ops.backends.cutlass.spec import (
+    Epilogue,
+    Format,
+    GemmSpec,
+    Load,
+    Rebuilt,
+    main_output,
+)
 from te_ops.backends.cutlass.stores import ColumnSum, QuantStore
 
 TYPES: dict[str, Any] = {
@@ -51,6 +58,7 @@ class FusedEpilogue(ComposableEpiMixin):  # type: ignore[misc]
 
     spec: GemmSpec
     function: Any = None
+    second: Any = None
     slots: tuple[Slot, ...] = ()
 
     def epi_to_underlying_arguments(self, args: Any, *, loc: Any = None, ip: Any = None) -> Any:
@@ -94,10 +102,9 @@ class HopperEpilogue(FusedEpilogue):
         return Loop(self, places, named).run()
 
     @property
-    def copies(self) -> QuantStore | None:
-        """The op that writes FP8 copies through shared memory."""
-        found = [op for op in self._epi_ops if isinstance(op, QuantStore) and (op.row or op.col)]
-        return found[0] if found else None
+    def copies(self) -> list[QuantStore]:
+        """The ops that write FP8 copies through shared memory."""
+        return [op for op in self._epi_ops if isinstance(op, QuantStore) and (op.row or op.col)]
 
 
 class Loop:
@@ -179,15 +186,15 @@ class Loop:
         if self.stores:
             self._put(turn, (self.fragment, *outs) if self.has_main else outs, buffer)
         sums = self._stage_sums(coord)
-        if self.stores or sums or gemm.copies is not None:
+        if self.stores or sums or gemm.copies:
             self.barrier.arrive_and_wait()
         if self.stores:
             self._write_tiles(buffer, coord)
-        codes = [] if gemm.copies is None else gemm.copies.fetch(gemm, seen[gemm.copies.name])
+        codes = [(op, op.fetch(gemm, seen[op.name])) for op in gemm.copies]
         if self.copy_in is not None:
             self._release(turn)
-        if gemm.copies is not None:
-            gemm.copies.flush(gemm, seen[gemm.copies.name], codes)
+        for op, fetched in codes:
+            op.flush(gemm, seen[op.name], fetched)
         for op, state in sums:
             op.end_loop_finish(gemm, getattr(self.params, op.name), state, self.coord, self.varlen)
 
@@ -281,7 +288,8 @@ class Subtile:
             if isinstance(slot.op, ColumnSum):
                 slot.op.put(self.gemm, self.loads[slot.field], values[slot.half or 0])
             elif isinstance(slot.op, QuantStore):
-                slot.op.put(self.gemm, self.loads[slot.field], values)
+                made = self._rebuilt() if slot.source == "rebuilt" else values
+                slot.op.put(self.gemm, self.loads[slot.field], made)
         found: list[Any] = []
         main = main_output(self.e)
         if self.e.acc_store is not None and main != "acc":
@@ -320,6 +328,16 @@ class Subtile:
             return [[Float32(result) for result in results]]
         return [[Float32(result[part]) for result in results] for part in range(2)]
 
+    def _rebuilt(self) -> list[list[Any]]:
+        """The value of the second function, as parts."""
+        assert self.e.rebuilt is not None
+        count = cute.size(self.fragment)
+        loads = [(f"load{index}", self.e.loads[index]) for index in self.e.rebuilt.loads]
+        inputs = (
+            [x for name, load in loads for x in self._loaded(name, load, i)] for i in range(count)
+        )
+        return [[Float32(self.gemm.second(*xs)) for xs in inputs]]
+
     def _inputs(self, acc: list[list[Any]], i: int) -> Iterator[Any]:
         loads = iter(enumerate(self.e.loads))
         for position in range(len(self.e.loads) + 1):
@@ -344,10 +362,10 @@ def _fill(fragment: Any, values: list[Any]) -> None:
         fragment[i] = value
 
 
-def function_of(epilogue: Epilogue) -> Any:
-    """The function that the epilogue's text defines; None for y = acc."""
-    if not epilogue.function:
+def function_of(source: Epilogue | Rebuilt | None) -> Any:
+    """The function that a text defines; None where there is none, as for y = acc."""
+    if source is None or not source.function:
         return None
     names: dict[str, Any] = {}
-    exec(compile(epilogue.text, f"<{epilogue.function}>", "exec"), names)
-    return names[epilogue.function]
+    exec(compile(source.text, f"<{source.function}>", "exec"), names)
+    return names[source.function]

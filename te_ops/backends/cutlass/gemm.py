@@ -69,7 +69,8 @@ def device_code(data: bytes) -> bytes:
 def load(path: Path, spec: GemmSpec) -> Callable[..., None]:
     """The kernel in an object file, as a function for the current device.
 
-    It is `run(a, b, *, scale_a, scale_b, loads, acc, y, row, col, scale, scale_inv, amax, sums, blocks_a, blocks_b)`,
+    It is `run(a, b, *, scale_a, scale_b, loads, acc, y, row, col, scale, scale_inv, amax, sums, blocks_a, blocks_b,
+    rebuilt, rebuilt_scale, rebuilt_inv)`,
     of which a spec wants the arguments that it names; all results are the caller's tensors. It launches on torch's
     current stream.
 
@@ -85,6 +86,7 @@ def load(path: Path, spec: GemmSpec) -> Callable[..., None]:
         sums: FP32 [ceil(M / tile rows), N]: to be summed over rows.
         blocks_a, blocks_b: scales of blocks along K, as `blocks.swizzled` orders them; of a paired accumulator those of
             b in the order of the pairs.
+        rebuilt, rebuilt_scale, rebuilt_inv: a second transposed copy [N, M], as `col`, `scale` and `scale_inv`.
     """
     import cutlass.cute as cute
 
@@ -104,7 +106,8 @@ def caller(spec: GemmSpec, entry: Any, schedule: tuple[Any, ...]) -> Callable[..
     epilogue = f"({', '.join(passed)}{',' if passed else ''})"
     text = (
         "def run(a, b, *, scale_a=None, scale_b=None, loads=(), acc=None, y=None, row=None, col=None,"
-        " scale=None, scale_inv=None, amax=None, sums=None, blocks_a=None, blocks_b=None):\n"
+        " scale=None, scale_inv=None, amax=None, sums=None, blocks_a=None, blocks_b=None,"
+        " rebuilt=None, rebuilt_scale=None, rebuilt_inv=None):\n"
         f"    entry(a, b, {main_output(spec.epilogue)}, None, {epilogue}, schedule, None, blocks_a, blocks_b)\n"
     )
     names: dict[str, Any] = {"entry": entry, "schedule": schedule}

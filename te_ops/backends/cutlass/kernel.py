@@ -19,7 +19,7 @@ from quack.gemm_sm90 import GemmSm90
 from quack.gemm_sm100 import GemmSm100
 from quack.gemm_tvm_ffi_utils import make_fake_scheduler_args, make_fake_sf_tensor
 
-from te_ops.backends.cutlass.apart import ApartEpilogue
+from te_ops.backends.cutlass.apart import ApartEpilogue, StashedQuantStore
 from te_ops.backends.cutlass.epilogue import (
     TYPES,
     FusedEpilogue,
@@ -40,7 +40,9 @@ from te_ops.backends.cutlass.stores import (
 )
 
 TENSOR: Any = cute.Tensor | None
+WORDS = ("scale", "scale_inv", "amax", "rebuilt_scale", "rebuilt_inv")
 WORD: Any = Int32 | cute.Tensor | None
+REBUILT = {"col": "rebuilt", "scale": "rebuilt_scale", "scale_inv": "rebuilt_inv"}
 SPLIT_K = ("split_k_semaphore", "split_k_workspace")  # parameters that quack's loop looks for
 
 
@@ -68,11 +70,17 @@ def _op(spec: GemmSpec, arch: str, name: str, field: str) -> Any:
         return TileStore(field, gated=e.acc_pair)
     if name == "sums":
         return ColumnSum(field)
+    if name == "rebuilt":
+        assert e.rebuilt is not None
+        written = frozenset(("col", "scale_inv"))
+        return QuantStore(field, e.rebuilt.format, written, parts=1, paired=False, names=REBUILT)
     wanted = [n for n, _ in arguments(spec) if n in ("row", "col", "amax", "scale_inv")]
     if name != wanted[0]:
         return Argument(field)
     assert e.quantized is not None
     kind = QuantStore if arch == "sm_90a" else RowQuantStore
+    if spec.tiling.apart:
+        kind = StashedQuantStore
     return kind(field, e.quantized.format, frozenset(wanted), parts=e.outs, paired=e.acc_pair)
 
 
@@ -119,6 +127,9 @@ def fake_arguments(spec: GemmSpec) -> dict[str, Any]:
     if e.quantized is not None:
         made["row"] = matrix(e.quantized.format, m, wide)
         made["col"] = matrix(e.quantized.format, wide, m)
+    if e.rebuilt is not None:
+        made["rebuilt"] = matrix(e.rebuilt.format, n, m)
+        made |= {name: word() for name in ("rebuilt_scale", "rebuilt_inv")}
     for index, load in enumerate(e.loads):
         made[f"load{index}"] = _fake_load(load, m, n if not load.pair else None, word, matrix)
     return made
@@ -183,6 +194,7 @@ def _kernel(spec: GemmSpec, arch: str) -> Any:
             "spec": spec,
             "slots": found,
             "function": staticmethod(function_of(e)) if e.function else None,
+            "second": staticmethod(function_of(e.rebuilt)) if e.rebuilt else None,
         },
     )
     named: dict[str, Any] = {}
@@ -218,4 +230,4 @@ def _arguments_type(found: tuple[Slot, ...], accumulate: bool) -> Any:
 def _annotation(slot: Slot) -> Any:
     if isinstance(slot.op, Scalar):
         return slot.op.arg_spec_type()
-    return WORD if slot.source in ("scale", "scale_inv", "amax") else TENSOR
+    return WORD if slot.source in WORDS else TENSOR

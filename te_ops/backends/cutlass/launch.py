@@ -26,7 +26,7 @@ from te_ops.registry import Call, Launch
 
 Compiled = Callable[..., None]
 """What `runtime.kernel` gives: run(a, b, scale_a=, scale_b=, loads=, acc=, y=, row=, col=, scale=, scale_inv=, amax=,
-sums=, blocks_a=, blocks_b=) over matrices, on torch's current stream."""
+sums=, blocks_a=, blocks_b=, rebuilt=, rebuilt_scale=, rebuilt_inv=) over matrices, on torch's current stream."""
 
 
 def bind_fused(call: Call, match: Match, spec: GemmSpec, run: Compiled) -> Launch:
@@ -59,6 +59,7 @@ class _Made:
     col: Record | None = None
     amax: Tensor | None = None
     sums: Tensor | None = None
+    rebuilt: Record | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class _Plan:
     second: Run | None
     finish: tuple[device_launch.Function, torch.dtype] | None
     swizzle: Callable[[Record, Record], tuple[Swizzled, Swizzled]] | None = None
+    second_scale: int | None = None  # of the copy that is rebuilt
+    second_dtype: torch.dtype | None = None
 
     def run(self, kernel: Compiled, reads: Sequence[Any]) -> _Made:
         """Launch on these operands."""
@@ -104,6 +107,9 @@ class _Plan:
             scale_inv=out.scale_inv,
             amax=out.amax,
             sums=out.sums,
+            rebuilt=out.rebuilt,
+            rebuilt_scale=None if self.second_scale is None else reads[self.second_scale],
+            rebuilt_inv=out.rebuilt_inv,
         )
         return (
             self._results(out, lead) if self.total is None else _Made(value=self._added(out, reads))
@@ -139,7 +145,18 @@ class _Plan:
             shape = (*lead, out.width)
             made = self.second((out.y.data_ptr(), out.width), shape, out.device, out.amax)
             row, col = made.row, made.col
-        return _Made(acc, value, row, col, out.amax, self._sums(out))
+        return _Made(acc, value, row, col, out.amax, self._sums(out), self._rebuilt(out, lead))
+
+    def _rebuilt(self, out: _Outputs, lead: tuple[int, ...]) -> Record | None:
+        node = self.match.rebuilt
+        if node is None:
+            return None
+        assert out.rebuilt is not None
+        assert self.second_dtype is not None
+        width = out.rebuilt.shape[0]
+        data = out.rebuilt if len(lead) == 1 else out.rebuilt.view(width, *lead)
+        shape, dtype = (*lead, width), self.second_dtype
+        return Record(data, out.rebuilt_inv, None, node.quantizer, Usage.COL, shape, dtype)
 
     def _records(self, out: _Outputs, lead: tuple[int, ...]) -> tuple[Record | None, Record | None]:
         node = self.match.quantize
@@ -179,7 +196,7 @@ class _Outputs:
             return empty(shape, dtype, device) if wanted else None
 
         self.acc = self.y = self.row = self.col = self.sums = None
-        self.amax = self.scale_inv = None
+        self.amax = self.scale_inv = self.rebuilt = self.rebuilt_inv = None
         if epilogue.acc_store is not None:
             self.acc = empty((rows, columns), DTYPES[epilogue.acc_store], device)
         if epilogue.store is not None and not epilogue.accumulate:
@@ -188,10 +205,14 @@ class _Outputs:
             fp8 = DTYPES[quantized.format]
             self.row = made(quantized.row, shape, fp8)
             self.col = made(quantized.col, shape[::-1], fp8)
-            # The first number is the amax, the fifth the inverse scale (which GEMMs want on 16 bytes).
-            numbers = cleared(8, device, quantized.amax)
+            # The first number is the amax, the fifth the inverse scale (which GEMMs want on 16 bytes), the ninth that
+            # of the copy that is rebuilt.
+            numbers = cleared(12 if epilogue.rebuilt else 8, device, quantized.amax)
             self.amax = numbers[0] if quantized.amax else None
             self.scale_inv = numbers[4] if quantized.row or quantized.col else None
+            if epilogue.rebuilt is not None:
+                self.rebuilt = empty((columns, rows), DTYPES[epilogue.rebuilt.format], device)
+                self.rebuilt_inv = numbers[8]
         if epilogue.sums:
             self.sums = empty((-(-rows // spec.tiling.m), self.width), torch.float32, device)
 
@@ -219,7 +240,17 @@ def _plan(call: Call, match: Match, spec: GemmSpec) -> _Plan:
         second=second,
         finish=None if reduce is None else (slices_kernel(reduce.dtype, call.arch), reduce.dtype),
         swizzle=make_swizzle(call.arch, paired=spec.epilogue.acc_pair) if spec.blocks else None,
+        **_second(call, match),
     )
+
+
+def _second(call: Call, match: Match) -> dict[str, Any]:
+    """Of the copy that is rebuilt: where its scale is read, and the dtype of its source."""
+    node = match.rebuilt
+    if node is None:
+        return {}
+    source, scale = node.inputs
+    return {"second_scale": call.reads.index(scale), "second_dtype": call.spec(source).dtype}
 
 
 def _emitter(call: Call, match: Match) -> Callable[[_Made], Any]:
@@ -229,6 +260,8 @@ def _emitter(call: Call, match: Match) -> Callable[[_Made], Any]:
         names |= {Value(match.quantize.id, i): n for i, n in enumerate(("row", "col", "amax"))}
     if match.reduce is not None:
         names[match.reduce.out] = "sums"
+    if match.rebuilt is not None:
+        names[Value(match.rebuilt.id, 1)] = "rebuilt"
     order = [names[v] for v in call.writes]
 
     def emit(made: _Made) -> Any:

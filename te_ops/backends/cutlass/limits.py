@@ -25,7 +25,7 @@ BLOCK_TILINGS = (Tiling(256, 256), Tiling(256, 192), Tiling(256, 128), Tiling(12
 def refuse(spec: GemmSpec, arch: str = "sm_90a") -> str | None:
     """None if the spec can be compiled for this arch, else the rule that it breaks."""
     other = _blackwell(spec) if arch == "sm_100a" else _hopper(spec)
-    return _operands(spec) or _epilogue(spec.epilogue) or _tiling(spec) or other
+    return _operands(spec) or _epilogue(spec.epilogue) or other or _tiling(spec)
 
 
 def tilings(spec: GemmSpec) -> list[Tiling]:
@@ -40,6 +40,8 @@ def _hopper(spec: GemmSpec) -> str | None:
 
 
 def _blackwell(spec: GemmSpec) -> str | None:
+    if spec.epilogue.rebuilt is not None:
+        return "for sm_100a no copy is rebuilt"
     if spec.blocks:
         return None
     if spec.a != spec.b:
@@ -95,7 +97,7 @@ def _epilogue(e: Epilogue) -> str | None:
     for holds, rule in rules:
         if not holds:
             return rule
-    return _formats(e) or _loads(e) or _accumulation(e)
+    return _formats(e) or _loads(e) or _accumulation(e) or _rebuilt(e)
 
 
 def _copies(e: Epilogue) -> bool:
@@ -139,6 +141,19 @@ def _accumulation(e: Epilogue) -> str | None:
     return None
 
 
+def _rebuilt(e: Epilogue) -> str | None:
+    again = e.rebuilt
+    if again is None:
+        return None
+    if again.format not in FP8:
+        return f"copies are quantized to E4M3 or E5M2, not {again.format}"
+    if e.acc_pair or e.quantized is None or not (e.quantized.row or e.quantized.col):
+        return "a copy is rebuilt beside those of a product without gates"
+    if not all(0 <= i < len(e.loads) for i in again.loads):
+        return "what is rebuilt reads the epilogue's loads"
+    return None
+
+
 def _block_tiling(spec: GemmSpec, tiling: Tiling) -> str | None:
     if tiling not in BLOCK_TILINGS:
         return f"tile {tiling.m}x{tiling.n} is not made for operands whose blocks have scales"
@@ -166,6 +181,8 @@ def _tiling(spec: GemmSpec) -> str | None:
 def _registers(spec: GemmSpec, tiling: Tiling) -> str | None:
     """The combinations whose accumulators and epilogue do not fit the registers of a thread, as their code shows."""
     narrow = spec.a in FP8
+    if spec.epilogue.rebuilt is not None and not (tiling.apart or tiling == PINGPONG):
+        return "a copy is rebuilt by threads of its own, or tiles of 128x128 that take turns"
     if narrow and not spec.fast and (tiling.pingpong or tiling.m == 256):
         return (
             "split accumulation doubles the accumulators: two warp groups share a tile of 128 rows"

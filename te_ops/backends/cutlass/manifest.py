@@ -89,8 +89,9 @@ def rows(
         if name not in MODELS:
             raise PlanError(f"no model is named {name!r}; models: {', '.join(MODELS)}")
         for each in planned:
-            for spec in _asked(MODELS[name], each):
-                found.update(dict.fromkeys(_both_sums(spec)))
+            for asked in _asked(MODELS[name], each):
+                for spec in _both_ways(asked):
+                    found.update(dict.fromkeys(_both_sums(spec)))
     if every:
         found = dict.fromkeys(
             replace(spec, tiling=tiling) for spec in found for tiling in limits.tilings(spec)
@@ -103,6 +104,16 @@ def _fitted(spec: GemmSpec, target: str) -> GemmSpec | None:
     """The kernel as it is, else with the first tiling that an architecture has; None if it has none."""
     others = (replace(spec, tiling=tiling) for tiling in limits.tilings(spec))
     return next((s for s in (spec, *others) if limits.refuse(s, target) is None), None)
+
+
+def _both_ways(spec: GemmSpec) -> Iterator[GemmSpec]:
+    """A kernel as it is, and where a copy is not rebuilt but saved: without it, or with one more copy to save."""
+    yield spec
+    e = spec.epilogue
+    if e.rebuilt is not None:
+        yield replace(spec, epilogue=replace(e, rebuilt=None))
+    if e.quantized is not None and e.quantized.row and not e.quantized.col:
+        yield replace(spec, epilogue=replace(e, quantized=replace(e.quantized, col=True)))
 
 
 def _both_sums(spec: GemmSpec) -> Iterator[GemmSpec]:

@@ -13,7 +13,15 @@ import torch
 from te_ops.backends.chains import Chain, compose_chain, rounding
 from te_ops.backends.cutlass import blocks
 from te_ops.backends.cutlass.reference import FORMATS
-from te_ops.backends.cutlass.spec import Epilogue, Format, GemmSpec, Load, Quantized, Shape
+from te_ops.backends.cutlass.spec import (
+    Epilogue,
+    Format,
+    GemmSpec,
+    Load,
+    Quantized,
+    Rebuilt,
+    Shape,
+)
 from te_ops.graph import Node, Spec, Value
 from te_ops.pointwise import Const, Expr, Fn, lower, prelude, symbol
 from te_ops.pointwise.expr import intern, walk
@@ -46,6 +54,8 @@ class Match:
         value: what the epilogue makes.
         quantize, reduce: the nodes of the group that read that value.
         total: what the value is added to.
+        rebuilt: the quantize node of a copy that is rebuilt of the loads.
+        second: the function of what it reads.
     """
 
     spec: GemmSpec
@@ -56,6 +66,8 @@ class Match:
     quantize: Node | None = None
     reduce: Node | None = None
     total: Value | None = None
+    rebuilt: Node | None = None
+    second: Fn | None = None
 
     @property
     def waits(self) -> bool:
@@ -100,9 +112,11 @@ def match_of(call: Call) -> Match | str:
     """The kernel of a group, or why there is none.
 
     The group starts with a gemm; a chain of pointwise and sum nodes may follow, whose last value may be quantized and
-    summed over rows; or the product is added to a tensor.
+    summed over rows, and another value of the chain's operands quantized beside it; or the product is added to a
+    tensor.
     """
     gemm, *rest = call.nodes
+    rest, beside = _linked(gemm, rest)
     operands = _operands(call, gemm)
     if isinstance(operands, str):
         return operands
@@ -112,7 +126,17 @@ def match_of(call: Call) -> Match | str:
     readers = _readers(rest, (chain[-1] if chain else gemm).out)
     if isinstance(readers, str):
         return readers
-    return _epilogue(call, operands, gemm, chain, readers)
+    made = _epilogue(call, operands, gemm, chain, readers)
+    return _with_rebuilt(call, made, beside) if beside and isinstance(made, Match) else made
+
+
+def _linked(gemm: Node, rest: Sequence[Node]) -> tuple[list[Node], list[Node]]:
+    """The nodes that are made of the product, and the others."""
+    linked: dict[int, Node] = {gemm.id: gemm}
+    for node in rest:
+        if any(v.node in linked for v in node.inputs):
+            linked[node.id] = node
+    return [n for n in rest if n.id in linked], [n for n in rest if n.id not in linked]
 
 
 # -- the operands of the product
@@ -250,6 +274,48 @@ def _epilogue(
         return function
     epilogue, fn, loads = function
     return Match(replace(product, epilogue=epilogue), fn, gemm, loads, value, quantize, reduce)
+
+
+def _with_rebuilt(call: Call, made: Match, nodes: Sequence[Node]) -> Match | str:
+    """A match with the transposed copy of another function of its loads."""
+    if [n.prim.name for n in nodes] != ["pointwise", "quantize"]:
+        return (
+            "beside the chain one function of its operands is quantized, and nothing more is made"
+        )
+    source, node = nodes
+    reason = _refuse_rebuilt(call, source, node)
+    chain = compose_chain(call, [source])
+    if reason is not None or isinstance(chain, str):
+        return reason or str(chain)
+    if chain.interleave is not None or len(chain.fn.out) != 1:
+        return "what is rebuilt is one value of halves that are not interleaved"
+    shapes = [(load.shape, load.pair) for load in made.spec.epilogue.loads]
+    loaded = list(zip(made.loads, shapes, strict=True))
+    places = []
+    for value, kind, form in zip(chain.values, chain.kinds, chain.fn.inputs, strict=True):
+        read = value, (_SHAPES[kind], form == "pair")
+        if read not in loaded:
+            return "what is rebuilt reads an operand that the epilogue does not"
+        places.append(loaded.index(read))
+    fn = _without_division(chain.fn)
+    rebuilt = Rebuilt(symbol(fn), _text(fn, True), tuple(places), FORMATS[node.quantizer.dtype])
+    epilogue = replace(made.spec.epilogue, rebuilt=rebuilt)
+    return replace(made, spec=replace(made.spec, epilogue=epilogue), rebuilt=node, second=fn)
+
+
+def _refuse_rebuilt(call: Call, source: Node, node: Node) -> str | None:
+    copies = [i for i in range(3) if Value(node.id, i) in call.writes]
+    if node.inputs[0] != source.out or source.out in call.writes or copies != [1]:
+        return "what is rebuilt is a transposed copy, and nothing else of it is wanted"
+    if type(node.quantizer) is not Float8Quantizer:
+        return (
+            f"{node.quantizer.describe()}: a copy that is rebuilt has a scale that is there before"
+        )
+    if call.spec(node.inputs[1]).dtype is not torch.float32:
+        return f"the scale is {call.spec(node.inputs[1]).dtype}; FP32 is read"
+    if call.align % MULTIPLE:
+        return f"the row count is a multiple of {call.align}; a transposed copy has multiples of {MULTIPLE} rows"
+    return None
 
 
 def _half(dtype: torch.dtype | None) -> Format | None:

@@ -36,6 +36,8 @@ class Results:
     amax: Tensor | None = None
     scale_inv: Tensor | None = None
     sums: Tensor | None = None
+    rebuilt: Tensor | None = None
+    rebuilt_inv: Tensor | None = None
 
 
 def reference(
@@ -49,6 +51,8 @@ def reference(
     loads: Sequence[Tensor] = (),
     scale: Tensor | None = None,
     y: Tensor | None = None,
+    second: Fn | None = None,
+    rebuilt_scale: Tensor | None = None,
 ) -> Results:
     """The kernel's results, computed in FP32 with the roundings that the spec names.
 
@@ -62,6 +66,7 @@ def reference(
         loads: the epilogue's other operands: [M, N], [N], [M] or one value, as the spec says.
         scale: of the FP8 copies, one FP32 value.
         y: what the result is added to, in place.
+        second, rebuilt_scale: the function of the copy that is rebuilt, and its scale, if there is one.
     """
     epilogue = spec.epilogue
     if blocks is None:
@@ -80,6 +85,7 @@ def reference(
         _stored(epilogue, value, y),
         *made,
         value.sum(0) if epilogue.sums else None,
+        *_rebuilt(epilogue, second, loads, rebuilt_scale),
     )
 
 
@@ -93,6 +99,20 @@ def _applied(epilogue: Epilogue, fn: Fn | None, acc: Tensor, loads: Sequence[Ten
     operands = [_shaped(x, load) for x, load in zip(loads, epilogue.loads, strict=True)]
     operands.insert(epilogue.acc, acc)
     return evaluate(fn, *operands, dtype=torch.float32)
+
+
+def _rebuilt(
+    epilogue: Epilogue, fn: Fn | None, loads: Sequence[Tensor], scale: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The copy that is rebuilt, and the inverse of its scale."""
+    again = epilogue.rebuilt
+    if again is None:
+        return None, None
+    assert fn is not None
+    operands = [_shaped(loads[i], epilogue.loads[i]) for i in again.loads]
+    value = evaluate(fn, *operands, dtype=torch.float32)
+    made = _quantized(Quantized(again.format, row=False, col=True, amax=False), value, scale)
+    return made[1], made[3]
 
 
 def _shaped(x: Tensor, load: Load) -> Tensor:

@@ -56,6 +56,23 @@ class Quantized:
 
 
 @dataclass(frozen=True)
+class Rebuilt:
+    """A transposed FP8 copy [N, M] of a value that is made of the epilogue's loads alone: what backward would else keep
+    from the forward, and what a pass over the same loads makes for next to nothing.
+
+    Attributes:
+        function, text: of the value, as those of the epilogue; its result is one value.
+        loads: which of the epilogue's loads it reads, in the order of its inputs.
+        format: "e4m3" or "e5m2"; the scale is one of its own.
+    """
+
+    function: str
+    text: str = field(repr=False)
+    loads: tuple[int, ...]
+    format: Format
+
+
+@dataclass(frozen=True)
 class Epilogue:
     """What follows the product.
 
@@ -74,6 +91,7 @@ class Epilogue:
         sums: y's sums over the rows of each tile are made, in FP32, before any rounding but `rounds`; their total is
             the gradient of a bias.
         accumulate: y is added to the FP32 (or 16-bit) tensor that `store` names, in place.
+        rebuilt: a copy of another value.
     """
 
     function: str = ""
@@ -89,6 +107,7 @@ class Epilogue:
     quantized: Quantized | None = None
     sums: bool = False
     accumulate: bool = False
+    rebuilt: Rebuilt | None = None
 
 
 @dataclass(frozen=True)
@@ -153,6 +172,9 @@ class GemmSpec:
             epilogue["loads"] = tuple(Load(**load) for load in epilogue.get("loads", ()))
             if epilogue.get("quantized") is not None:
                 epilogue["quantized"] = Quantized(**epilogue["quantized"])
+            if epilogue.get("rebuilt") is not None:
+                again = epilogue["rebuilt"]
+                epilogue["rebuilt"] = Rebuilt(**{**again, "loads": tuple(again["loads"])})
             made = {"epilogue": Epilogue(**epilogue), "tiling": Tiling(**values.get("tiling", {}))}
             return cls(**{**values, **made})
         except (TypeError, AttributeError, ValueError) as error:
@@ -185,7 +207,10 @@ def arguments(spec: GemmSpec) -> list[tuple[str, bool]]:
     if q is not None:
         found += [(name, name == "amax") for name in ("row", "col", "amax") if getattr(q, name)]
         found += [(name, True) for name in ("scale", "scale_inv") if q.row or q.col]
-    return found + [("sums", False)] * (e.outs if e.sums else 0)
+    found += [("sums", False)] * (e.outs if e.sums else 0)
+    if e.rebuilt is not None:
+        found += [("rebuilt", False), ("rebuilt_scale", True), ("rebuilt_inv", True)]
+    return found
 
 
 def main_output(epilogue: Epilogue) -> str | None:

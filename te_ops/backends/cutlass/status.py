@@ -6,16 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from te_ops.backends.cutlass import cache, runtime, versions
+from te_ops.backends.cutlass import cache, choices, pool, runtime, versions
 from te_ops.backends.cutlass.family import FAMILIES
 from te_ops.errors import Error
 
 
 def collect() -> dict[str, Any]:
-    """As plain data: what is missing, versions, the mode, the folder made ahead of time, self-tests."""
+    """As plain data: what is missing, versions, the settings, the folder made ahead of time, self-tests."""
     found: dict[str, Any] = {"missing": versions.missing(), "versions": versions.versions()}
     try:
         found["jit"] = runtime.mode()
+        found["choice"], found["workers"] = choices.mode(), pool.workers()
         found["ahead of time"] = _ahead()
         found["self-tests"] = _tests(cache.cache_folder(make=False))
     except Error as error:
@@ -73,7 +74,10 @@ def lines(found: dict[str, Any]) -> list[str]:
         if ahead is None
         else f"{ahead['folder']}, {ahead['kernels']} kernels, {ahead['of this version']} of this version"
     )
-    made.append(f"  TE_OPS_JIT {found['jit']}, compiled ahead of time: {where}")
+    made.append(
+        f"  TE_OPS_CUTLASS {found['choice']}, TE_OPS_JIT {found['jit']} in {found['workers']} processes, "
+        f"compiled ahead of time: {where}"
+    )
     for said in found["self-tests"]:
         verdict = "passed" if said["passed"] else said["why"]
         made.append(f"  self-test on {said['device']} ({said['arch']}): {verdict}")

@@ -6,7 +6,7 @@ D[m + 8][n] and D[m + 8][n + 1]: the fragment of a subtile lists them octet by o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cutlass as _cutlass
@@ -180,9 +180,10 @@ class QuantStore(Argument):
     Args:
         name: of an argument that is there: "row", "col" or "amax".
         kind: "e4m3" or "e5m2".
-        row, col, amax, scale_inv: what is written.
+        wanted: what is written, of row, col, amax, scale_inv.
         parts: 1, or 2 for a pair of values in natural halves.
         paired: y belongs to pairs of columns, so it has half of them.
+        names: of the parameters, where they have others than "row", "col", "amax", "scale" and "scale_inv".
     """
 
     def __init__(
@@ -193,11 +194,17 @@ class QuantStore(Argument):
         *,
         parts: int,
         paired: bool,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(name)
+        self.names = names or {}
         self.kind, self.parts, self.paired = kind, parts, paired
         self.row, self.col, self.amax = "row" in wanted, "col" in wanted, "amax" in wanted
         self.inverse = "scale_inv" in wanted
+
+    def _given(self, params: Any, name: str) -> Any:
+        """A parameter, by what it is to this op."""
+        return getattr(params, self.names.get(name, name))
 
     # Shared memory: per buffer, per part, the row codes of a subtile, then its column codes.
 
@@ -219,12 +226,15 @@ class QuantStore(Argument):
         size = self._total_bytes(gemm.epi_tile)
         if size == 0:
             return None
-        return "s_quant", cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, size], 128]
+        memory: Any = cute.struct.MemRange[cutlass.Uint8, size]
+        return f"s_{self.name}_codes", cute.struct.Align[memory, 128]
 
     def get_smem_tensor(self, gemm: Any, params: Any, storage_epi: Any) -> Any:
         """The same as a tensor."""
         size = self._total_bytes(gemm.epi_tile)
-        return storage_epi.s_quant.get_tensor(cute.make_layout(size)) if size else None
+        if size == 0:
+            return None
+        return getattr(storage_epi, f"s_{self.name}_codes").get_tensor(cute.make_layout(size))
 
     def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> Any:
         """What a thread keeps over a tile."""
@@ -236,13 +246,15 @@ class QuantStore(Argument):
         row = col = None
         if self.row:
             (m, n), shared = self._row_places(gemm, thread)
-            stride = Int64(params.row.stride[0])
-            address = params.row.iterator.toint() + Int64(m0 + m) * stride + Int64(n0 + n)
+            codes = self._given(params, "row")
+            stride = Int64(codes.stride[0])
+            address = codes.iterator.toint() + Int64(m0 + m) * stride + Int64(n0 + n)
             row = Copy(shared[0], shared[1], address, m0 + m, n0 + n, stride)
         if self.col:
             (m, n), shared = self._col_places(gemm, thread)
-            stride = Int64(params.col.stride[0])
-            address = params.col.iterator.toint() + Int64(n0 + n) * stride + Int64(m0 + m)
+            codes = self._given(params, "col")
+            stride = Int64(codes.stride[0])
+            address = codes.iterator.toint() + Int64(n0 + n) * stride + Int64(m0 + m)
             col = Copy(shared[0], shared[1], address, m0 + m, n0 + n, stride)
         return State(
             thread=thread,
@@ -251,7 +263,7 @@ class QuantStore(Argument):
             col=col,
             rows=Int32(ctx.varlen_manager.len_m(ctx.batch_idx)),
             columns=Int32(ctx.varlen_manager.len_n()) // halves,
-            scale=_word(params.scale) if self.row or self.col else None,
+            scale=_word(self._given(params, "scale")) if self.row or self.col else None,
             largest=_zero_word() if self.amax else None,
             places=(m0 + 16 * (thread // 32) + thread % 32 // 4, n0),
         )
@@ -292,12 +304,13 @@ class QuantStore(Argument):
         """What `put` gets for a subtile."""
         return state, epi_coord
 
-    def _buffer(self, gemm: Any, state: Any, epi_coord: Any) -> Any:
-        """Shared address of a subtile's codes: buffers alternate in the order of the loop."""
+    def _place(self, gemm: Any, state: Any, epi_coord: Any, part: int) -> Any:
+        """Shared address of the codes of a subtile's part: buffers alternate in the order of the loop."""
         em, en = (int(c) for c in epi_coord)
         shape = gemm.epi_tile_shape
         index = em + en * int(shape[0]) if gemm.epi_m_major else em * int(shape[1]) + en
-        return state.shared + index % 2 * (self._total_bytes(gemm.epi_tile) // 2)
+        buffer = self._total_bytes(gemm.epi_tile) // 2
+        return state.shared + (index % 2 * buffer + part * (buffer // self.parts))
 
     def put(self, gemm: Any, loop: Any, values: Any) -> None:
         """Takes a subtile of y: FP32 values in the fragment's order, a list per part."""
@@ -307,11 +320,11 @@ class QuantStore(Argument):
         if not (self.row or self.col):
             return
         size = self._copy_bytes(gemm.epi_tile)
-        base = self._buffer(gemm, state, epi_coord)
-        if self.amax:
-            # Else the compiler puts the maximum off into the next subtile, and has no registers for two of them.
-            base = ptx.after(base, state.largest[0])
-        for part in values:
+        for index, part in enumerate(values):
+            base = self._place(gemm, state, epi_coord, index)
+            if self.amax:
+                # Else the compiler puts the maximum off into the next subtile, and has no registers for two of them.
+                base = ptx.after(base, state.largest[0])
             scaled = [value * state.scale for value in part]
             order = (0, 1, 2, 3) if self.paired else (0, 2, 1, 3)
             words = [
@@ -325,7 +338,6 @@ class QuantStore(Argument):
                 base = base + size
             if self.col:
                 ptx.store_matrices(base + state.col.shared_in, words, transposed=True)
-                base = base + size
 
     def _row_words(self, words: Any) -> Any:
         if self.paired:
@@ -361,15 +373,13 @@ class QuantStore(Argument):
         if not (self.row or self.col):
             return []
         state, epi_coord = loop
-        base, size = self._buffer(gemm, state, epi_coord), self._copy_bytes(gemm.epi_tile)
-        step = (self.row + self.col) * size
         found = []
         for part in range(self.parts):
-            places = [
-                base + part * step + copy.shared_out for copy in (state.row,) if copy is not None
-            ]
+            base = self._place(gemm, state, epi_coord, part)
+            places = [] if state.row is None else [base + state.row.shared_out]
             if state.col is not None:
-                places.append(base + part * step + self.row * size + state.col.shared_out)
+                beside = self.row * self._copy_bytes(gemm.epi_tile)
+                places.append(base + beside + state.col.shared_out)
             if self.paired and len(places) == 2:
                 places = [ptx.select(self._turned(gemm, state), places[1], places[0])]
             found.append([ptx.load_shared(place) for place in places])
@@ -443,10 +453,11 @@ class QuantStore(Argument):
         params = gemm.epilogue_params
         if const_expr(self.amax):
             word = cute.arch.warp_redux_sync(state.largest[0], "max")
-            ptx.raise_to(state.thread % 32 == 0, params.amax.toint(), word)
+            ptx.raise_to(state.thread % 32 == 0, self._given(params, "amax").toint(), word)
         if const_expr(self.inverse):
             first = (tile_coord_mnkl[0] == 0) & (tile_coord_mnkl[1] == 0) & (state.thread == 0)
-            ptx.store_float(first, params.scale_inv.toint(), ptx.reciprocal(state.scale))
+            address = self._given(params, "scale_inv").toint()
+            ptx.store_float(first, address, ptx.reciprocal(state.scale))
 
 
 class ColumnSum(RowVecReduce):  # type: ignore[misc]

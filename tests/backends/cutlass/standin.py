@@ -30,6 +30,8 @@ def matched(call: Call) -> Any:
     found = match.match_of(call)
     if isinstance(found, match.Match) and found.fn is not None:
         FUNCTIONS[found.spec.epilogue.function] = found.fn
+        if found.second is not None:
+            FUNCTIONS[found.spec.epilogue.rebuilt.function] = found.second
     return found
 
 
@@ -41,12 +43,14 @@ def kernel(spec: GemmSpec, *_: Any) -> Any:
         _check(spec, a, b, loads, outs)
         scales = None if scale_a is None else (scale_a, scale_b)
         blocks = (outs.pop("blocks_a"), outs.pop("blocks_b")) if spec.blocks else None
+        again = spec.epilogue.rebuilt
         made = reference(
             spec, FUNCTIONS.get(spec.epilogue.function), a, b,
             scales=scales, blocks=blocks, loads=loads, scale=outs["scale"], y=outs["y"],
+            second=FUNCTIONS[again.function] if again else None, rebuilt_scale=outs["rebuilt_scale"],
         )  # fmt: skip
         for name, out in outs.items():
-            value = None if name == "scale" else getattr(made, name)
+            value = None if name in ("scale", "rebuilt_scale") else getattr(made, name)
             if value is None:
                 continue
             if name == "sums":
@@ -76,6 +80,7 @@ def _check(spec: GemmSpec, a: Any, b: Any, loads: Any, outs: dict[str, Any]) -> 
         "col": e.quantized and e.quantized.col and (width, rows),
         "amax": e.quantized and e.quantized.amax and (),
         "sums": e.sums and (-(-rows // spec.tiling.m), width),
+        "rebuilt": e.rebuilt and (columns, rows),
     }
     for name, shape in wanted.items():
         assert (outs[name] is not None) == (shape == () or bool(shape)), name

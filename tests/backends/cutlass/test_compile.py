@@ -30,6 +30,8 @@ KINDS = (
     "e4m3*e4m3 fast pair->1 acc:bf16 e4m3:row+col+amax",
     "e4m3*e4m3 fast 1->1 row:bf16 acc:bf16 e4m3:row+col+amax",
     "e5m2*e4m3 split 1->2 tiles:bf16 e5m2:row+col+amax",
+    "e5m2*e4m3 split 1->2 tiles:bf16 e5m2:row+col+amax rebuilt:e4m3",
+    "e5m2*e4m3 fast 1->2 tiles:bf16 e5m2:row+col+amax rebuilt:e4m3",
     "e5m2*e4m3 split 1->1 tile:bf16 row:bf16 e5m2:row+col+amax sums",
     "e5m2*e4m3 split plain y+=fp32",
 )

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from te_ops.backends.cutlass import gemm, limits
-from te_ops.backends.cutlass.spec import Epilogue, GemmSpec, Load, Quantized, Tiling, arguments
+from te_ops.backends.cutlass.spec import (
+    Epilogue,
+    GemmSpec,
+    Load,
+    Quantized,
+    Rebuilt,
+    Tiling,
+    arguments,
+)
 from te_ops.errors import PlanError
 from te_ops.pointwise import Fn, activations, lower, prelude, symbol
 
@@ -36,13 +44,19 @@ DSWIGLU = fused(
     quantized=BOTH,
     sums=True,
 )
+AGAIN = Rebuilt("swiglu", "def swiglu(pair): ...", (0,), "e4m3")
+REBUILDS = replace(DSWIGLU, rebuilt=AGAIN)
 
 
 def fp8(epilogue: Epilogue = PLAIN, **named: Any) -> GemmSpec:
     return GemmSpec("e4m3", "e4m3", epilogue, scaled=True, **named)
 
 
-@pytest.mark.parametrize("epilogue", [PLAIN, SWIGLU, DSWIGLU], ids=["plain", "swiglu", "dswiglu"])
+@pytest.mark.parametrize(
+    "epilogue",
+    [PLAIN, SWIGLU, DSWIGLU, REBUILDS],
+    ids=["plain", "swiglu", "dswiglu", "dswiglu, rebuilt"],
+)
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "split"])
 def test_every_tiling_that_is_offered_is_taken(epilogue: Epilogue, fast: bool) -> None:
     spec = fp8(epilogue, fast=fast)
@@ -106,6 +120,11 @@ def test_wide_tiles_of_one_warp_group_are_for_lean_epilogues() -> None:
         (fp8(replace(DSWIGLU, store="fp32", accumulate=True)), "one output of full width"),
         (fp8(Epilogue(quantized=Quantized("e4m3", False, False, False))), "nothing is written"),
         (fp8(Epilogue(quantized=Quantized("bf16"))), "E4M3 or E5M2"),
+        (fp8(replace(REBUILDS, rebuilt=replace(AGAIN, format="bf16"))), "E4M3 or E5M2"),
+        (fp8(replace(REBUILDS, rebuilt=replace(AGAIN, loads=(1,)))), "reads the epilogue's loads"),
+        (fp8(replace(REBUILDS, quantized=None, store="bf16")), "rebuilt beside those of"),
+        (fp8(replace(SWIGLU, rebuilt=replace(AGAIN, loads=()))), "rebuilt beside those of"),
+        (fp8(REBUILDS, tiling=Tiling(128, 192)), "rebuilt by threads of its own"),
         (fp8(tiling=Tiling(96, 128)), "tile 96x128 is not made"),
         (fp8(tiling=Tiling(256, 128, pingpong=True)), "256x128 pingpong is not made"),
         (fp8(tiling=Tiling(128, 128, cluster_m=3)), "cluster of 3x1"),
@@ -123,6 +142,7 @@ def test_blackwell_has_rules_of_its_own() -> None:
         limits.refuse(fp8(tiling=Tiling(pingpong=True)), "sm_100a")
     )
     assert limits.refuse(fp8(SWIGLU), "sm_100a") is None
+    assert "no copy is rebuilt" in str(limits.refuse(fp8(REBUILDS), "sm_100a"))
 
 
 def test_a_refused_spec_is_not_compiled(tmp_path: Any) -> None:
@@ -155,6 +175,18 @@ def test_halves_are_passed_twice_and_words_as_addresses() -> None:
     assert got[2] is None
     scales, copies = (at["scale_a"], at["scale_b"]), (at["amax"], at["scale"], at["scale_inv"])
     assert got[4] == (*scales, "z", "z", "row", "col", *copies, "sums", "sums")
+    again = {n: torch.ones(1) for n in ("rebuilt_scale", "rebuilt_inv")}
+    got = called(
+        fp8(REBUILDS),
+        **words,
+        **again,
+        loads=("z",),
+        row="row",
+        col="col",
+        sums="sums",
+        rebuilt="r",
+    )
+    assert got[4][-3:] == ("r", *(word.data_ptr() for word in again.values()))
     got = called(fp8(SWIGLU), **words, acc="acc", row="row", col="col")
     assert got[4] == (*scales, "acc", "acc", "row", "col", *copies)
 

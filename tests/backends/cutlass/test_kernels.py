@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import te_ops as te
 from te_ops import recipe
 from te_ops.backends.cutlass import choices, launch
-from te_ops.backends.cutlass.spec import Load
+from te_ops.backends.cutlass.spec import GemmSpec, Load
+from te_ops.graph import Graph, Value
 from te_ops.registry import REGISTRY
 from te_ops.testing import check_kernel
 from tests.backends.cuda import emulator
@@ -80,12 +81,15 @@ def planned(model: te.Op, made: te.Recipe | None, rows: int = 32) -> te.Plan:
 # -- what is fused
 
 FUSED = {
-    ("swiglu", "delayed"): (["gemm_nt", "swiglu", "quantize"], ["gemm_nn", "dswiglu", "quantize"]),
+    ("swiglu", "delayed"): (
+        ["gemm_nt", "swiglu", "quantize"],
+        ["gemm_nn", "dswiglu", "quantize", "swiglu", "quantize"],
+    ),
     ("swiglu", "current"): (["gemm_nt", "swiglu", "quantize"], ["gemm_nn", "dswiglu", "quantize"]),
     ("swiglu", "dense"): (["gemm_nt", "swiglu"], ["gemm_nn", "dswiglu"]),
     ("gelu", "delayed"): (
         ["gemm_nt", "bias + gelu", "quantize"],
-        ["gemm_nn", "dbias + gelu/d0", "reduce", "quantize"],
+        ["gemm_nn", "dbias + gelu/d0", "reduce", "quantize", "bias + gelu", "quantize"],
     ),
     ("gelu", "current"): (
         ["gemm_nt", "bias + gelu", "quantize"],
@@ -94,7 +98,7 @@ FUSED = {
     ("gelu", "dense"): (["gemm_nt", "bias + gelu"], ["gemm_nn", "dbias + gelu/d0", "reduce"]),
     ("own", "delayed"): (
         ["gemm_nt", "bias + softcap", "quantize"],
-        ["gemm_nn", "dbias + softcap/d0", "reduce", "quantize"],
+        ["gemm_nn", "dbias + softcap/d0", "reduce", "quantize", "bias + softcap", "quantize"],
     ),
 }
 
@@ -123,6 +127,79 @@ def test_what_is_saved_is_not_rebuilt_in_a_pass_of_its_own(monkeypatch: pytest.M
         plan = planned(gated().bfloat16(), RECIPES["delayed"])
     backward = [s.name for s in plan.segments[0].backward_steps]
     assert not any(name.startswith("pointwise") for name in backward)
+
+
+def test_a_gradient_that_rebuilds_nothing_has_its_copy_from_the_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a kernel for it, the copy is saved: a byte an element."""
+    kept = {}
+    for rebuilds in (True, False):
+        with standin.hopper(monkeypatch, emulated=False):
+            if not rebuilds:
+                refuse = _refuse_rebuilt
+                monkeypatch.setattr(standin.Limits, "refuse", staticmethod(refuse))
+            plan = planned(gated().bfloat16(), RECIPES["delayed"])
+            kept[rebuilds] = plan.saved_bytes
+            backward = [nodes for _, nodes in steps_of(plan, "backward")]
+            whole = ["gemm_nn", "dswiglu", "quantize", "swiglu", "quantize"]
+            assert (whole if rebuilds else whole[:3]) in backward
+    rows, width = 32, 48
+    assert kept[False] - kept[True] == rows * width
+
+
+class Twice(te.Op):
+    """One layer that is called twice: its activations share a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.act, self.last = te.Linear(64, 64), te.GELU(), te.Linear(64, 64)
+
+    def emit(self, g: Graph, x: Value) -> Value:
+        for _ in range(2):
+            x = self.act.emit(g, self.inner.emit(g, x))
+        made: Value = self.last.emit(g, x)
+        return made
+
+
+def test_a_layer_that_is_called_twice_has_both_its_copies_rebuilt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with standin.hopper(monkeypatch, emulated=False):
+        plan = planned(Twice().bfloat16(), RECIPES["delayed"])
+    whole = FUSED["gelu", "delayed"][1]
+    assert [nodes for _, nodes in steps_of(plan, "backward")].count(whole) == 2
+
+
+def _refuse_rebuilt(spec: GemmSpec, _: str = "") -> str | None:
+    return "no copy is rebuilt" if spec.epilogue.rebuilt is not None else None
+
+
+def test_an_activation_and_its_gradient_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy that backward rebuilds has the codes that forward multiplied with."""
+    torch.manual_seed(0)
+    made = gated().bfloat16()
+    copies: list[torch.Tensor] = []
+
+    def kernel(spec: GemmSpec, *_: Any) -> Any:
+        inner = standin.kernel(spec)
+
+        def run(*args: Any, **named: Any) -> None:
+            inner(*args, **named)
+            if spec.epilogue.acc_pair:
+                copies.append(named["row"].view(torch.uint8).t().clone())
+            if spec.epilogue.rebuilt is not None:
+                copies.append(named["rebuilt"].view(torch.uint8).clone())
+                assert named["rebuilt_inv"] == 1 / named["rebuilt_scale"]
+
+        return run
+
+    monkeypatch.setattr(standin.Runtime, "kernel", staticmethod(kernel))
+    with standin.hopper(monkeypatch):
+        step(made, RECIPES["delayed"], (32,))
+    assert len(copies) == 4, "two steps"
+    for forward, again in (copies[:2], copies[2:]):
+        assert torch.equal(forward, again)
 
 
 # -- what it computes

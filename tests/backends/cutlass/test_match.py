@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -62,11 +63,11 @@ def test_a_written_product_is_rounded_before_the_function_reads_it() -> None:
     assert e.acc_pair
     assert (e.acc_store, e.rounds_acc) == ("bf16", "bf16")
     assert (e.store, e.rounds) == (None, None)  # the value itself is not written: it stays FP32
-    assert e.quantized == Quantized("e4m3", row=True, col=True, amax=True)
+    assert e.quantized == Quantized("e4m3", row=True, col=False, amax=True)
 
 
 def test_a_product_that_nobody_else_reads_stays_fp32() -> None:
-    spec = specs_of(gated, DELAYED)["nn dswiglu quantize"]
+    spec = specs_of(gated, DELAYED)["nn dswiglu quantize swiglu quantize"]
     e = spec.epilogue
     assert (spec.a, spec.b, spec.fast) == ("e5m2", "e4m3", False)
     assert (e.acc, e.acc_pair, e.outs) == (1, False, 2)
@@ -84,10 +85,33 @@ def test_current_scaling_gets_the_rounded_value_and_its_amax() -> None:
 def test_a_bias_is_a_row_and_its_gradient_a_sum() -> None:
     found = specs_of(gelu, DELAYED)
     assert found["nt bias + gelu quantize"].epilogue.loads == (Load("row", "bf16"),)
-    e = found["nn dbias + gelu/d0 reduce quantize"].epilogue
+    e = found["nn dbias + gelu/d0 reduce quantize bias + gelu quantize"].epilogue
     assert e.sums
     assert e.loads == (Load("tile", "bf16"), Load("row", "bf16"))
     assert e.acc == 2
+
+
+@pytest.mark.parametrize(("make", "loads"), [(gated, (0,)), (gelu, (0, 1))])
+def test_the_copy_of_an_activation_is_rebuilt_of_what_its_gradient_reads(
+    make: Callable[[], te.Op], loads: tuple[int, ...]
+) -> None:
+    for spec in specs_of(make, DELAYED).values():
+        again = spec.epilogue.rebuilt
+        if again is not None:
+            break
+    else:
+        raise AssertionError("nothing is rebuilt")
+    assert (again.loads, again.format) == (loads, "e4m3")
+    fn = standin.FUNCTIONS[again.function]
+    assert again.function == symbol(fn)
+    assert lower(fn, "cutedsl") in again.text
+    assert GemmSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    assert replace(spec, epilogue=replace(spec.epilogue, rebuilt=None)).key != spec.key
+
+
+@pytest.mark.parametrize("made", [CURRENT, None], ids=["current", "dense"])
+def test_only_a_copy_whose_scale_is_there_is_rebuilt(made: te.Recipe | None) -> None:
+    assert all(s.epilogue.rebuilt is None for s in specs_of(gated, made).values())
 
 
 def test_rows_of_codes_begin_on_sixteen_bytes() -> None:
@@ -185,8 +209,9 @@ def test_kernels_are_made_of_what_training_asks_for(
 
 def test_kinds_are_short_and_tell_what_costs_time() -> None:
     found = {name: kind(spec) for name, spec in specs_of(gated, DELAYED).items()}
-    assert found["nt swiglu quantize"] == "e4m3*e4m3 fast pair->1 acc:bf16 e4m3:row+col+amax"
-    assert found["nn dswiglu quantize"] == "e5m2*e4m3 split 1->2 tiles:bf16 e5m2:row+col+amax"
+    assert found["nt swiglu quantize"] == "e4m3*e4m3 fast pair->1 acc:bf16 e4m3:row+amax"
+    gradient = "e5m2*e4m3 split 1->2 tiles:bf16 e5m2:row+col+amax"
+    assert found["nn dswiglu quantize swiglu quantize"] == f"{gradient} rebuilt:e4m3"
 
 
 def test_extents() -> None:

@@ -29,6 +29,7 @@ PARTS = {
     "delayed": {
         "gemm pointwise quantize": ["gemm", "pointwise_quantize"],
         "gemm pointwise reduce quantize": ["gemm", "pointwise_together"],
+        "gemm pointwise reduce quantize pointwise quantize": ["gemm", "pointwise_together"],
     },
     "current": {
         "gemm pointwise quantize": ["gemm", "pointwise_quantize_rounded"],

@@ -59,13 +59,16 @@ def test_shows_a_test_that_failed(folders: tuple[Path, Path]) -> None:
     assert status.lines(status.collect())[-1].endswith("(sm_90a): y is wrong")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("JIT", "perhaps"), ("CUTLASS", "perhaps"), ("JIT_WORKERS", "0")]
+)
 def test_a_wrong_setting_is_shown_and_breaks_nothing(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
-    monkeypatch.setenv("TE_OPS_JIT", "perhaps")
+    monkeypatch.setenv(f"TE_OPS_{name}", value)
     found = status.collect()
-    assert "TE_OPS_JIT is one of" in found["wrong"]
-    assert "not used: TE_OPS_JIT is one of" in status.lines(found)[-1]
+    assert f"TE_OPS_{name} is" in found["wrong"]
+    assert f"not used: TE_OPS_{name} is" in status.lines(found)[-1]
 
 
 def test_without_folders(monkeypatch: pytest.MonkeyPatch) -> None:
