@@ -79,6 +79,8 @@ def _refuse_form(call: Call, form: Form, specs: dict[str, Spec]) -> str | None:
         return "q, k and v must be dense BF16 or FP16 tensors"
     if form.score is not None or form.dropout or "thd" in (form.layout, form.kv_layout):
         return "torch's kernels are given no score modifier, no dropout and no packed tokens"
+    if form.scale is not None and form.scale <= 0:
+        return "torch's kernels take the largest score of a row before the scale, which has to be positive"
     if extra:
         return f"torch's kernels are given no {', '.join(sorted(extra))}"
     if not backward and call.live(call.node)[2]:

@@ -140,8 +140,6 @@ class Attention(Op):
         self.attn_mask_type = attn_mask_type
         self.window_size = window_size
         self.bottom_right_diagonal = bottom_right_diagonal
-        if softmax_scale is not None and not isinstance(softmax_scale, Scalar):
-            softmax_scale = number(name, "softmax_scale", softmax_scale)
         self.softmax_scale = softmax_scale
         self.attention_type = attention_type
         self.attention_dropout = attention_dropout
@@ -154,9 +152,9 @@ class Attention(Op):
         self.packed = packed
         self.rotary = rotary
         self.q_norm, self.k_norm = q_norm, k_norm
-        self.qk_norm_before_rope = flag(name, "qk_norm_before_rope", qk_norm_before_rope)
-        self.return_lse = flag(name, "return_lse", return_lse)
-        self.return_max_logit = flag(name, "return_max_logit", return_max_logit)
+        self.qk_norm_before_rope = qk_norm_before_rope
+        self.return_lse = return_lse
+        self.return_max_logit = return_max_logit
         self.cache = cache
         self._check_options()
         self._make_offset(device, dtype)
@@ -176,12 +174,23 @@ class Attention(Op):
                 raise PlanError(
                     f"Attention: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}"
                 )
+        for name in ("qk_norm_before_rope", "return_lse", "return_max_logit"):
+            flag("Attention", name, getattr(self, name))
         band_of(self.attn_mask_type, self.window_size, self.bottom_right_diagonal)
         number("Attention", "attention_dropout", self.attention_dropout, low=0.0, high=1.0)
+        self._check_parts()
         self._check_format()
         self._check_packed()
         self._check_scores()
         self._check_cache()
+
+    def _check_parts(self) -> None:
+        for name, kind in (("rotary", RoPE), ("q_norm", Op), ("k_norm", Op), ("cache", KVCache)):
+            part = getattr(self, name)
+            if part is not None and not isinstance(part, kind):
+                raise PlanError(
+                    f"Attention: {name} must be a te.{kind.__name__} or None, got {part!r}"
+                )
 
     def _check_format(self) -> None:
         layouts = _layouts(self.qkv_format)
@@ -205,6 +214,8 @@ class Attention(Op):
             )
 
     def _check_scores(self) -> None:
+        if self.softmax_scale is not None and not isinstance(self.softmax_scale, Scalar):
+            number("Attention", "softmax_scale", self.softmax_scale)
         if self.logits_soft_cap is not None:
             soft_cap(self.logits_soft_cap)
             if self.score_mod is not None:
@@ -216,10 +227,6 @@ class Attention(Op):
     def _check_cache(self) -> None:
         if self.cache is None:
             return
-        if not isinstance(self.cache, KVCache):
-            raise PlanError(
-                f"Attention: cache must be a te.KVCache, got {type(self.cache).__name__}"
-            )
         square = self.core_attention_bias_type in _BIASES or self.attn_mask_type == "arbitrary"
         layouts = _layouts(self.qkv_format)
         if square or self.attention_type == "cross" or "thd" in layouts or layouts[0] != layouts[1]:
@@ -273,7 +280,7 @@ class Attention(Op):
             names.append(_BIASES[self.core_attention_bias_type])
         if self.alibi_slopes == "input":
             names.append("slopes")
-        if self.rotary is not None and self.rotary.positions != "start":
+        if isinstance(self.rotary, RoPE) and self.rotary.positions != "start":
             names.append("positions")
         return tuple(names)
 
@@ -352,20 +359,20 @@ class Attention(Op):
             return {
                 name: x for name, x in parts.items() if name.removesuffix("_starts") not in dense
             }
+        rows = {"q": (q, int(layout != "sbhd")), "kv": (k, int(kv_layout != "sbhd"))}
         if "padding" in given:
-            axis = 0 if layout == "sbhd" else 1
-            s_q, s_kv = g.spec(q).shape[axis], g.spec(k).shape[0 if kv_layout == "sbhd" else 1]
+            s_q, s_kv = (g.spec(x).shape[axis] for x, axis in rows.values())
             require(
                 s_q == s_kv,
                 f"padding of self-attention is that of queries and keys, which have lengths "
                 f"{int(s_q)} and {int(s_kv)}; attention_type='cross' takes one for each",
             )
-            one = padding_parts(g, "q", given["padding"])
+            one = padding_parts(g, "q", given["padding"], rows["q"])
             return {**one, **{name.replace("q_", "kv_"): x for name, x in one.items()}}
         made: dict[str, Value | None] = {}
         for side in ("q", "kv"):
             if f"{side}_padding" in given:
-                made |= padding_parts(g, side, given[f"{side}_padding"])
+                made |= padding_parts(g, side, given[f"{side}_padding"], rows[side])
         return made
 
     def _cached(
@@ -453,7 +460,7 @@ class Attention(Op):
 
     def _widths(self, g: Graph, x: Value, heads: tuple[int, ...]) -> tuple[int, ...]:
         """The features of each part of a packed input."""
-        shape, (d_qk, d_v) = g.spec(x).shape, self.kv_channels
+        shape, (d_qk, d_v) = g.spec(x).shape, _channels(self.kv_channels)
         shown = " + ".join(str(h) for h in heads)
         if d_qk is None or d_v is None:
             require(
@@ -472,7 +479,7 @@ class Attention(Op):
         return widths
 
     def _check_heads(self, g: Graph, q: Value, k: Value, v: Value) -> None:
-        d_qk, d_v = self.kv_channels
+        d_qk, d_v = _channels(self.kv_channels)
         layout, kv_layout = _layouts(self.qkv_format)
         expected = (
             ("q", q, layout, self.num_heads, d_qk),
@@ -495,8 +502,9 @@ class Attention(Op):
         return heads + (f", packed={self.packed!r}" if self.packed else "")
 
 
-def _channels(channels: int | tuple[int, int] | None) -> tuple[int | None, ...]:
-    pair = channels if isinstance(channels, tuple) else (channels, channels)
+def _channels(channels: int | tuple[int | None, ...] | None) -> tuple[int | None, ...]:
+    """Features of a head of q and k, and of v; None where the inputs say."""
+    pair = channels if isinstance(channels, tuple | list) else (channels, channels)
     if len(pair) != 2:
         raise PlanError(f"Attention: kv_channels must be d or (d_qk, d_v), got {channels!r}")
     return tuple(None if d is None else positive_int("Attention", "kv_channels", d) for d in pair)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Literal
 
+from te_ops.basic.arguments import flag
 from te_ops.basic.band import Band
 from te_ops.errors import PlanError
 
@@ -35,7 +37,8 @@ def mask_name(attn_mask_type: str) -> str:
     Raises:
         PlanError: there is no such type.
     """
-    name = _SPELLINGS.get(attn_mask_type, attn_mask_type)
+    known = isinstance(attn_mask_type, str)
+    name = _SPELLINGS.get(attn_mask_type, attn_mask_type) if known else ""
     if name not in _MASKS:
         raise PlanError(
             f"attn_mask_type must be one of {', '.join(_MASKS)}, got {attn_mask_type!r}"
@@ -80,6 +83,8 @@ def is_bottom_right(attn_mask_type: str, bottom_right_diagonal: bool | None) -> 
         PlanError: the keywords contradict each other.
     """
     name = mask_name(attn_mask_type)
+    if bottom_right_diagonal is not None:
+        flag("Attention", "bottom_right_diagonal", bottom_right_diagonal)
     if name.endswith("bottom_right") and bottom_right_diagonal is False:
         way_out = name.removesuffix("_bottom_right")
         raise PlanError(f"{name} contradicts bottom_right_diagonal=False; use {way_out!r}")
@@ -88,11 +93,16 @@ def is_bottom_right(attn_mask_type: str, bottom_right_diagonal: bool | None) -> 
 
 def _side(window: tuple[int, int], i: int) -> int | None:
     fits = isinstance(window, tuple | list) and len(window) == 2
-    if not fits or not all(type(side) is int and side >= -1 for side in window):
+    if not fits or not all(_is_int(side) and side >= -1 for side in window):
         raise PlanError(
             f"window_size must be two ints, each -1 (open) or at least 0, got {window!r}"
         )
-    return None if window[i] == -1 else window[i]
+    return None if window[i] == -1 else operator.index(window[i])
+
+
+def _is_int(value: object) -> bool:
+    """Also of numpy."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 __all__ = ["MaskType", "band_of", "has_padding", "is_bottom_right", "mask_name"]

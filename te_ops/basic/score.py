@@ -13,7 +13,7 @@ from te_ops.errors import PlanError
 from te_ops.graph import Graph, Value
 from te_ops.math import tanh
 from te_ops.op import Scalar
-from te_ops.pointwise import Const, Expr, Fn, Input, InputKind
+from te_ops.pointwise import Fn, Input, InputKind
 
 PLACES = ("i", "j", "head", "batch")  # parameters that mean where a score is
 
@@ -86,9 +86,8 @@ def modifier(g: Graph, op: PointwiseOp) -> tuple[Score, dict[str, Value]]:
         raise PlanError(
             f"Attention: score_mod {type(op).__name__} returns {len(out)} values, not one"
         )
-    out = out if isinstance(out, Expr) else Const(float(out))
     kinds: list[InputKind] = ["value"] * len(inputs)
-    fn = Fn(type(op).__name__, kinds, (out,))
+    fn = Fn(type(op).__name__, kinds, out)
     return Score(fn, tuple(inputs)), captured
 
 

@@ -257,6 +257,29 @@ def test_truncate_and_go_on(kind: str) -> None:
         torch.testing.assert_close(op(x[:, :9]), want[:, :9])
 
 
+def test_a_ring_counts_its_rollback_from_the_most_tokens_there_were() -> None:
+    op = attention("ring")
+    x = torch.randn(2, 60, 64, dtype=F64)
+    op.cache = cache_of("ring", most=4, rollback=6)
+    with torch.no_grad():
+        pieces(op, x, [4] * 15)
+        op.cache.truncate([56, 60])
+        op.cache.reorder([1, 0])
+        op.cache.truncate([55, 54])
+        with pytest.raises(ShapeError, match=r"has 55 tokens, had 60, and .* go back to 50"):
+            op.cache.truncate([50, 54])
+        assert op.cache.lengths.tolist() == [55, 54]
+        op.cache.truncate([0, 54])  # nothing before a fresh start is needed
+        op(x[:, :3])
+        op.cache.truncate([1, 55])
+
+
+@pytest.mark.parametrize("lengths", [2.5, True, [1.5, 2], "12"])
+def test_lengths_are_integers(lengths: Any) -> None:
+    with pytest.raises(ShapeError, match="must be an int"):
+        cache_of("contiguous").truncate(lengths)
+
+
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_beams_are_reordered(kind: str) -> None:
     op = attention(kind)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -153,11 +154,45 @@ def test_lse_for_users() -> None:
         ({"num_heads": 4, "attn_mask_type": "causal_top"}, "attn_mask_type must be one of"),
         ({"num_heads": 4, "rotary": RoPE(4, qkv_format="sbhd")}, "qkv_format"),
         ({"num_heads": 4, "packed": 1}, "packed"),
+        ({"num_heads": 4, "attn_mask_type": ["causal"]}, "attn_mask_type must be one of"),
+        ({"num_heads": 4, "bottom_right_diagonal": 1}, "bottom_right_diagonal must be True or"),
+        ({"num_heads": 4, "window_size": (1.0, 0)}, "window_size must be two ints"),
+        ({"num_heads": 4, "rotary": "rope"}, "rotary must be a te.RoPE or None, got 'rope'"),
+        ({"num_heads": 4, "q_norm": "RMSNorm"}, "q_norm must be a te.Op or None"),
+        ({"num_heads": 4, "cache": 1}, "cache must be a te.KVCache or None"),
+        ({"num_heads": 4, "return_lse": 1}, "return_lse must be True or False"),
     ],
 )
 def test_constructor_mistakes(keywords: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Attention(**keywords)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("softmax_scale", math.inf, "softmax_scale must be finite, got inf"),
+        ("return_lse", "x", "return_lse must be"),
+        ("rotary", 3, "rotary must be a te.RoPE"),
+        ("k_norm", 3, "k_norm must be a te.Op"),
+        ("kv_channels", (8, 8, 8), "kv_channels must be d or"),
+    ],
+)
+def test_options_assigned_later_are_checked_too(name: str, value: Any, message: str) -> None:
+    xs = tensors(1, (4, 4), (2, 2), (8, 8), torch.float32)
+    op = Attention(2)
+    setattr(op, name, value)
+    with pytest.raises(PlanError, match=message):
+        op(*xs)
+    setattr(op, name, False if name == "return_lse" else None)
+    assert torch.equal(op(*xs), Attention(2)(*xs))
+
+
+def test_sizes_may_be_those_of_numpy() -> None:
+    xs = tensors(1, (4, 4), (2, 2), (8, 8), torch.float32)
+    one, two = np.int64(1), np.int64(2)
+    op = Attention(two, window_size=(one, one - 1))  # type: ignore[arg-type]
+    assert torch.equal(op(*xs), Attention(2, window_size=(1, 0))(*xs))
 
 
 def test_input_mistakes() -> None:

@@ -14,10 +14,13 @@ import torch
 import te_ops as te
 from te_ops.basic.arguments import on_host
 from te_ops.basic.sequences import MASK_RUNS, PackedSequences
+from te_ops.basic.structure import add
 from te_ops.errors import PlanError, ShapeError
+from te_ops.graph import Graph, Value
 
 from .attention_full_oracle import Meaning, dense_spans, oracle
 from .attention_oracle import CAUSAL, CAUSAL_BR, FULL
+from .interp import program
 
 F64 = torch.float64
 
@@ -293,9 +296,9 @@ def test_left_padding_is_not_a_length() -> None:
             [True, True, False, False, False],
         ]
     )
-    starts, lens = MASK_RUNS.reference(~keep)
+    starts, lens = MASK_RUNS.reference(~keep, rows=5)
     assert (starts.tolist(), lens.tolist()) == ([2, 0, 0, 0], [3, 5, 0, 2])
-    starts, lens = MASK_RUNS.reference(torch.zeros(3, 0, dtype=torch.bool))
+    starts, lens = MASK_RUNS.reference(torch.zeros(3, 0, dtype=torch.bool), rows=0)
     assert (starts.tolist(), lens.tolist()) == ([0] * 3, [0] * 3)
 
 
@@ -307,7 +310,7 @@ def test_cross_padding_and_mistakes() -> None:
     want, _, _ = oracle(q.double(), k.double(), v.double(), Meaning(spans=spans))
     torch.testing.assert_close(op(q, k, v, q_lens, kv_lens).double(), want, rtol=1e-5, atol=1e-5)
 
-    with pytest.raises(ShapeError, match="takes 5 inputs, got 4"):
+    with pytest.raises(ShapeError, match=r"takes 5 inputs, got 4: q, k, v, q_padding, kv_padding$"):
         op(q, k, v, q_lens)
     own = te.Attention(2, attn_mask_type="padding")
     with pytest.raises(ShapeError, match="have lengths 4 and 7; attention_type='cross'"):
@@ -323,6 +326,50 @@ def test_cross_padding_and_mistakes() -> None:
             own(q, q, q, wrong)
     with pytest.raises(ShapeError, match=r"entries for 2 sequences|one entry for each"):
         own(q, q, q, torch.tensor([4, 4, 4]))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("size", [4, 6])
+def test_a_padding_mask_of_another_length(layout: str, packed: bool, size: int) -> None:
+    """Shorter ones too: the positions that they say nothing of are not padding."""
+    op = te.Attention(2, attn_mask_type="padding", qkv_format=layout, packed=packed)
+    shape = (2, 5) if layout == "bshd" else (5, 2)
+    xs = [torch.randn(*shape, 48)] if packed else [torch.randn(*shape, 2, 8) for _ in range(3)]
+    fits = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
+    assert torch.equal(op(*xs, fits), op(*xs, fits[:, 0, 0]))
+    for mask in (torch.zeros(2, size, dtype=torch.bool), torch.ones(2, 1, 1, size) < 0):
+        with pytest.raises(ShapeError, match=r"mask of 5 positions must be \[b, 5\] or"):
+            op(*xs, mask)
+
+
+def test_each_side_of_cross_attention_has_masks_of_its_length() -> None:
+    q, k = torch.randn(2, 5, 2, 8), torch.randn(2, 7, 2, 8)
+    op = te.Attention(2, attn_mask_type="padding", attention_type="cross")
+    short, long = torch.zeros(2, 5, dtype=torch.bool), torch.zeros(2, 7, dtype=torch.bool)
+    op(q, k, k, short, long)
+    with pytest.raises(ShapeError, match="of 7 positions"):
+        op(q, k, k, short, short)
+    with pytest.raises(ShapeError, match="of 5 positions"):
+        op(q, k, k, long, long)
+
+
+class Twice(te.Op):
+    """Two attentions of one mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = te.Attention(2, packed=True, attn_mask_type="padding")
+
+    def emit(self, g: Graph, x: Value, mask: Value) -> Value:
+        doubled = self.attention.emit(g, add(g, x, x), mask)
+        return add(g, self.attention.emit(g, x, mask), doubled)
+
+
+def test_attentions_of_one_mask_share_its_runs() -> None:
+    x, mask = torch.randn(2, 6, 48), torch.zeros(2, 6, dtype=torch.bool)
+    made = program(Twice(), x, mask, given=[True])
+    assert [node.prim.name for node in made.g.nodes].count("mask_runs") == 1
 
 
 def test_combinations_that_do_not_exist() -> None:

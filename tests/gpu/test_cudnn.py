@@ -15,22 +15,12 @@ from te_ops.backends.cudnn import launch, launch_whole, library, plans
 from te_ops.errors import PlanError
 from te_ops.registry import REGISTRY
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("frontend")]
 CUDA = torch.device("cuda", 0)
 BF16 = torch.bfloat16
 H, HK = 4, 2
 FUSED = ("cudnn.", "sdpa.")
 Inputs = tuple[list[torch.Tensor], list[Any]]
-
-
-@pytest.fixture(autouse=True)
-def frontend() -> None:
-    reason = library.missing()
-    if reason is not None:
-        pytest.skip(reason)
-    if torch.cuda.get_device_capability(CUDA) < (9, 0):
-        pytest.skip("the graphs are for sm_90 and later")
-    torch.manual_seed(0)
 
 
 def rand(*shape: int) -> torch.Tensor:

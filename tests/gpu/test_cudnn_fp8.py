@@ -8,26 +8,15 @@ import pytest
 import torch
 
 import te_ops as te
-from te_ops.backends.cudnn import library
 from te_ops.registry import REGISTRY
 from tests.gpu.test_cudnn import BF16, CUDA, FULL, HK, H, Inputs, dense, holes, packed, padded
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("frontend")]
 NEAR = 0.09
 """Probabilities and outputs are rounded to E4M3, 2.7 % each in norm, and not alike: the kernel's largest score is that
 of the blocks so far, and the twin does not round probabilities."""
 CURRENT = te.recipe.Float8CurrentScaling(fp8_dpa=True)
 DELAYED = te.recipe.DelayedScaling(fp8_dpa=True)
-
-
-@pytest.fixture(autouse=True)
-def frontend() -> None:
-    reason = library.missing()
-    if reason is not None:
-        pytest.skip(reason)
-    if torch.cuda.get_device_capability(CUDA) < (9, 0):
-        pytest.skip("the graphs are for sm_90 and later")
-    torch.manual_seed(0)
 
 
 def finite(inputs: Inputs) -> Inputs:

@@ -33,6 +33,10 @@ PLACES = Score(
     ),
     ("s", "i", "j", "head", "batch"),
 )
+CAPTURING = Score(
+    elementwise("capturing", lambda s, i, j, c, d: s * c - d * (i - j), *["value"] * 5),
+    ("s", "i", "j", "captured_c", "captured_d"),
+)
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 
 
@@ -86,6 +90,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "packed, places, window": (
         [0, 130, 1, 300], (4, 4), 64, BF16, {"band": Band(70, 0, "bottom_right"), "score": PLACES},
     ),
+    "a window, many blocks": ((2, 1777), (16, 4), 128, BF16, {"band": Band(200, 0)}),
+    "packed, many blocks": ([0, 130, *range(1, 60), 1, 2300], (16, 4), 128, BF16, {"band": ENDING}),
+    "packed, uneven heads": ([129, 0, 700], (7, 1), 64, FP16, {"band": ENDING}),
+    "captured, shared keys": ((2, 300), (8, 2), 128, BF16, {"band": CAUSAL, "score": CAPTURING}),
 }  # fmt: skip
 
 
@@ -99,6 +107,9 @@ def _calls(name: str) -> tuple[Call, Call, dict[str, Any], dict[str, Any]]:
     if "lens" in attrs:
         attrs = dict(attrs)
         more = {"kv_lens": torch.tensor(attrs.pop("lens"), device=CUDA)}
+    if attrs.get("score") is CAPTURING:
+        more |= {"captured_c": torch.tensor(0.5, device=CUDA)}
+        more |= {"captured_d": torch.linspace(-0.01, 0.02, heads[0], device=CUDA)}
     xs = _tensors(shape, heads, d, dtype)
     do = xs.pop("do")
     attrs = {"scale": d**-0.5, **attrs}
@@ -130,6 +141,24 @@ def test_both_directions(name: str) -> None:
     for x, y in zip(_bound(back)(*given.values()), wanted, strict=True):
         assert x.shape == y.shape
         assert_close(x, y, rtol=0.02, atol=0.02 * float(y.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "band"),
+    [(None, Band(127, 0)), (None, CAUSAL), (None, Band()), ([0, 300, 1, 900], ENDING)],
+    ids=str,
+)
+def test_a_sink_of_any_size(lengths: list[int] | None, band: Band) -> None:
+    attrs: dict[str, Any] = {"band": band, "scale": 0.125}
+    more, rows = ({}, 0) if lengths is None else _packed(lengths, 3)
+    attrs |= {"layout": "thd", "kv_layout": "thd"} if lengths else {}
+    xs = _tensors((rows,) if lengths else (2, 1100), (16, 2), 128, BF16)
+    del xs["do"]
+    xs |= {**more, "sink": torch.linspace(-5.0, 150.0, 16, device=CUDA)}
+    call = _on_device(call_of(xs, writes=(0, 1), **attrs))
+    runtime.wait([spec_of(problem_of(call))], "sm_90", CUDA)
+    for x, y in zip(_bound(call)(*xs.values()), bind_reference(call)(*xs.values()), strict=True):
+        assert_close(x, y, rtol=0.02, atol=0.01)
 
 
 def test_rows_of_no_sequence_may_hold_anything() -> None:

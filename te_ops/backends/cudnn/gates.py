@@ -16,6 +16,8 @@ from te_ops.basic.attention_form import learned
 
 MAX_FEATURES = 256
 """Of a head: with more, only an engine of an older architecture runs, and no backward."""
+FEW = 64
+"""Queries of a block of the library's backward."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,11 @@ GATES: tuple[Gate, ...] = (
         "scale", lambda p: p.form.scale is None, "the scale is a te.scalar; a graph holds a number"
     ),
     Gate(
+        "sign",
+        lambda p: p.form.scale is not None and p.form.scale <= 0,
+        "the library takes the largest score of a row before the scale, which has to be positive",
+    ),
+    Gate(
         "pre-bias",
         lambda p: "pre_bias" in p.has,
         "the library adds a bias after the scale only; a scaled copy would be rounded again",
@@ -199,6 +206,11 @@ GATES: tuple[Gate, ...] = (
         lambda p: p.backward and p.sizes.s_q == 1 and p.sizes.s_kv == 1,
         "one query and one key have no backward in the library",
         library=True,
+    ),
+    Gate(
+        "few queries beside a mask",
+        lambda p: p.backward and "mask" in p.has and p.sizes.s_q < FEW,
+        f"the library's gradient of q was wrong beside a mask with 2 queries; {FEW} and more are given to it",
     ),
     Gate(
         "gradient of the lse",

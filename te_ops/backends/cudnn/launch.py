@@ -55,7 +55,9 @@ class Ready(NamedTuple):
     spec: GraphSpec
     built: Built
     given: dict[str, Tensor]  # lengths and offsets that depend on the shape only
-    copied: tuple[str, ...]  # operands whose strides the library does not take
+    copied: tuple[str, ...]
+    """Operands whose strides the library does not take. With offsets its gradients have those of contiguous results:
+    q among packed heads gave a wrong dq from the second sequence on (cuDNN 9.19, H200)."""
 
 
 class Attention:
@@ -159,12 +161,18 @@ class Attention:
         problem = self.problem.at(by_name, longest=longest, whole=whole)
         found: Any = None
         if refuse(problem) is None:
-            copied = tuple(name for name in self.read if _unfit(by_name[name]))
+            shared = self._shares(problem)
+            together = problem.backward and (shared or problem.ragged)
+            copied = tuple(
+                name
+                for name, x in ((name, by_name[name]) for name in self.read)
+                if _unfit(x) or (together and not x.is_contiguous())
+            )
             lying = {
                 name: contiguous(x) if name in copied or self._cleans(problem, name) else x
                 for name, x in by_name.items()
             }
-            spec = spec_of(problem, lying, shared=self._shares(problem))
+            spec = spec_of(problem, lying, shared=shared)
             built = plans.plan(self.index, spec)
             if built is not None:
                 given = {

@@ -40,12 +40,13 @@ def compile_to(spec: FlashSpec, arch: str, path: Path) -> None:
 def load(path: Path, spec: FlashSpec) -> Callable[..., None]:
     """The kernel in an object file, as a function for the current device, of numbers alone.
 
-    Forward it is `run(q, k, v, o, lse, <places>, sizes, strides, scale, left, right, stream)`, backward
-    `run(q, k, v, o, do, lse, dq, dk, dv, rows, sums, <places>, ...)` with the same end. These are addresses:
+    Forward it is `run(q, k, v, o, lse, sink, captured, <places>, sizes, strides, scale, left, right, stream)`, backward
+    `run(q, k, v, o, do, lse, dq, dk, dv, rows, sums, captured, <places>, ...)` with the same end. These are addresses:
 
         q, k, v, o, do and gradients: on 16 bytes, tensors [batch, rows, heads, features], packed [rows, heads,
             features], whose features lie together.
         lse: FP32 [batch, heads, rows], packed [heads, rows]. -inf is written for rows without a key.
+        sink: FP32 [heads], None without. captured: FP32 [values that the modifier captures, heads], None without.
         rows: FP32 memory for the sums of `limits.padded` rows of all heads: of dq `limits.wide` features, and two more.
         sums: FP32 zeros for dk and dv in the same way, where query heads share keys, else None.
         <places>: q_starts and kv_starts, int32 [sequences + 1], q_lens and kv_lens, int32 [sequences]; None unless
@@ -53,7 +54,8 @@ def load(path: Path, spec: FlashSpec) -> Callable[..., None]:
 
     And these are not:
 
-        sizes: batch or sequences, rows of q and of k, heads of q and of k, features of q and of v.
+        sizes: batch or sequences, rows of q and of k, heads of q and of k, features of q and of v, and multiprocessors
+            of the device, of which kernels whose blocks of threads stay take one each.
         strides: of each of `limits.TENSORS`, from a batch entry, a row and a head to the next: multiples of 8 elements.
         scale, left, right: a number; the sides of a window, None without.
         stream: a handle.

@@ -9,7 +9,7 @@ from te_ops.backends.cudnn.problem import HALF, LENGTHS
 from te_ops.backends.flash.limits import FEATURES, STEP, WIDER
 from te_ops.backends.flash.problem import Problem
 
-_TAKEN = {"q", "k", "v", "o", "lse", "do", *LENGTHS}
+_TAKEN = {"q", "k", "v", "o", "lse", "do", "sink", *LENGTHS}
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,16 @@ def _off_diagonal(p: Problem) -> bool:
 def _features(p: Problem) -> bool:
     sizes = (p.sizes.d_qk, p.sizes.d_v)
     return any(size % 8 or size > FEATURES for size in sizes)
+
+
+def _learns(p: Problem) -> bool:
+    """A captured value wants its gradient, a sum over all scores."""
+    return p.form.score is not None and any(p.wants(name) for name in p.form.score.captured)
+
+
+def _other_operands(p: Problem) -> bool:
+    taken = _TAKEN if p.form.score is None else _TAKEN.union(p.form.score.captured)
+    return not taken.issuperset(p.form.operands)
 
 
 GATES: tuple[Gate, ...] = (
@@ -66,9 +76,14 @@ GATES: tuple[Gate, ...] = (
         "the scale is a te.scalar; the kernels take a number",
     ),
     Gate(
+        "sign",
+        lambda p: p.form.scale is not None and p.form.scale <= 0,
+        "the kernels take the largest score of a row before the scale, which has to be positive",
+    ),
+    Gate(
         "captured",
-        lambda p: p.form.score is not None and bool(p.form.score.captured),
-        "a score modifier that reads a te.scalar or a Parameter is left to the reference",
+        _learns,
+        "the gradient of what a score modifier captures is left to the reference",
     ),
     Gate("lengths", _mixed, "sequences have lengths in thd or in bshd, on both sides"),
     Gate(
@@ -85,8 +100,8 @@ GATES: tuple[Gate, ...] = (
     ),
     Gate(
         "operands",
-        lambda p: any(name not in _TAKEN for name in p.form.operands),
-        "the kernels are given no mask, bias, slopes or sink",
+        _other_operands,
+        "the kernels are given no mask, bias or slopes",
     ),
     Gate(
         "deterministic",

@@ -21,7 +21,8 @@ from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.interface import _tile_size_bwd_sm90, _tile_size_fwd_sm90
 from flash_attn.cute.utils import AuxData
 
-from te_ops.backends.flash.limits import TENSORS, TILE, padded, wide
+from te_ops.backends.flash.limits import TENSORS, TILE, padded, stays, wide
+from te_ops.backends.flash.persistent import Persistent
 from te_ops.backends.flash.spec import FlashSpec
 
 cutlass: Any = _cutlass  # most of its names come by a star
@@ -43,7 +44,7 @@ def build(spec: FlashSpec) -> Any:
 def _forward(spec: FlashSpec) -> tuple[Any, ...]:
     """The traced function and its arguments but the stream, in the order of `build.load`."""
     tiles = _tile_size_fwd_sm90(spec.features, spec.values, spec.mask == "causal", _local(spec))
-    attend = FlashAttentionForwardSm90(
+    attend = (Persistent if stays(spec) else FlashAttentionForwardSm90)(
         TYPES[spec.dtype],
         spec.features,
         spec.values,
@@ -67,6 +68,8 @@ def _forward(spec: FlashSpec) -> tuple[Any, ...]:
         v: Pointer,
         o: Pointer,
         lse: Pointer,
+        sink: Pointer | None,
+        captured: Pointer | None,
         q_starts: Pointer | None,
         kv_starts: Pointer | None,
         q_lens: Pointer | None,
@@ -80,14 +83,16 @@ def _forward(spec: FlashSpec) -> tuple[Any, ...]:
     ) -> None:
         given = _Given(spec, sizes, strides)
         places = given.places(q_starts, kv_starts, q_lens, kv_lens)
+        attend.processors = given.n.processors
         attend(
             given.tensor(q, "q"), given.tensor(k, "k"), given.tensor(v, "v"), given.tensor(o, "o"),
             given.statistic(lse), scale, *places, None, left, right,
-            aux_data=AuxData(), stream=stream,
+            given.by_head(sink), aux_data=given.captured(captured), stream=stream,
         )  # fmt: skip
 
     given = [_address(TYPES[spec.dtype]) for _ in range(4)]
-    return (run, *given, _address(Float32, 4), *_ends(spec))
+    more = [_address(Float32, 4) if there else None for there in (spec.sink, spec.captured)]
+    return (run, *given, _address(Float32, 4), *more, *_ends(spec))
 
 
 # -- backward
@@ -111,6 +116,7 @@ def _backward(spec: FlashSpec) -> tuple[Any, ...]:
         dv: Pointer,
         rows: Pointer,
         sums: Pointer | None,
+        captured: Pointer | None,
         q_starts: Pointer | None,
         kv_starts: Pointer | None,
         q_lens: Pointer | None,
@@ -136,7 +142,7 @@ def _backward(spec: FlashSpec) -> tuple[Any, ...]:
         )  # fmt: skip
         attend(
             *read[:3], read[4], logarithm, total, dq_sum, *keys, scale, *places, left, right,
-            aux_data=AuxData(), stream=stream,
+            aux_data=given.captured(captured), stream=stream,
         )  # fmt: skip
         after["q"](dq_sum, made[0], scale, places[0], places[2], None, stream=stream)
         if const_expr(shared):
@@ -145,6 +151,7 @@ def _backward(spec: FlashSpec) -> tuple[Any, ...]:
 
     tensors = [_address(TYPES[spec.dtype]) for _ in range(8)]
     memory = [_address(Float32), _address(Float32) if shared else None]
+    memory.append(_address(Float32, 4) if spec.captured else None)
     return (run, *tensors[:5], _address(Float32, 4), *tensors[5:], *memory, *_ends(spec))
 
 
@@ -208,6 +215,7 @@ class Sizes(NamedTuple):
     h_kv: Int32
     d_qk: Int32
     d_v: Int32
+    processors: Int32
 
 
 class _Given:
@@ -236,6 +244,18 @@ class _Given:
         if not self.spec.packed:
             layout = cute.make_layout((n.batch, n.h_q, n.s_q), stride=(entry, row, 1))
         return cute.make_tensor(address, layout)
+
+    def by_head(self, address: Any) -> Any:
+        """[heads of q], or None."""
+        if const_expr(address is None):
+            return None
+        return cute.make_tensor(address, cute.make_layout((self.n.h_q,)))
+
+    def captured(self, address: Any) -> AuxData:
+        """What a modifier gets: the address of [captured values, heads of q], and the number of heads."""
+        if const_expr(address is None):
+            return AuxData()
+        return AuxData(scalars=(address.toint(), self.n.h_q))
 
     def places(self, *addresses: Any) -> list[Any]:
         """Starts of queries and of keys, with the end, then their lengths."""
@@ -288,8 +308,10 @@ def _modifier(spec: FlashSpec) -> Callable[..., Any]:
     """The function of a score, over the vectors that the kernel hands over."""
     function = _named(spec, spec.function)
 
-    def modify(s: Any, batch: Any, head: Any, *, q_idx: Any, kv_idx: Any, **_: Any) -> Any:
-        places = _Places(spec, batch, head, q_idx, kv_idx)
+    def modify(
+        s: Any, batch: Any, head: Any, *, q_idx: Any, kv_idx: Any, aux_scalars: Any = None, **_: Any
+    ) -> Any:
+        places = _Places(spec, batch, head, q_idx, kv_idx, aux_scalars)
         return _each(s, lambda n: function(*places.read(s, n)))
 
     return modify
@@ -300,24 +322,36 @@ def _gradient(spec: FlashSpec) -> Callable[..., Any]:
     function = _named(spec, spec.gradient)
 
     def modify(
-        grad: Any, s: Any, batch: Any, head: Any, *, q_idx: Any, kv_idx: Any, **_: Any
-    ) -> Any:
-        places = _Places(spec, batch, head, q_idx, kv_idx)
+        grad: Any, s: Any, batch: Any, head: Any, *, q_idx: Any, kv_idx: Any,
+        aux_scalars: Any = None, **_: Any,
+    ) -> Any:  # fmt: skip
+        places = _Places(spec, batch, head, q_idx, kv_idx, aux_scalars)
         return _each(s, lambda n: function(*places.read(s, n), grad[n]))
 
     return modify
 
 
 class _Places:
-    """Where the scores of a vector are."""
+    """Where the scores of a vector are, and what is captured."""
 
-    def __init__(self, spec: FlashSpec, batch: Any, head: Any, row: Any, key: Any) -> None:
+    def __init__(self, spec: FlashSpec, *vectors: Any) -> None:
         self.spec = spec
-        self.vectors = {"batch": batch, "head": head, "i": row, "j": key}
+        *places, captured = vectors
+        self.vectors = dict(zip(("batch", "head", "i", "j"), places, strict=True))
+        if spec.captured:
+            address, heads = captured
+            memory = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
+            layout = cute.make_layout((len(spec.captured), heads), stride=(heads, 1))
+            self.captured = cute.make_tensor(memory, layout)
 
     def read(self, s: Any, n: int) -> list[Any]:
         """What the function reads of element n."""
-        return [s[n] if name == "s" else Float32(self._place(name, n)) for name in self.spec.inputs]
+        return [s[n] if name == "s" else Float32(self._read(name, n)) for name in self.spec.inputs]
+
+    def _read(self, name: str, n: int) -> Any:
+        if name in self.vectors:
+            return self._place(name, n)
+        return self.captured[self.spec.captured.index(name), self._place("head", n)]
 
     def _place(self, name: str, n: int) -> Any:
         place, group = self.vectors[name][n], self.spec.group

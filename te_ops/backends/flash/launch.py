@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_ops.backends.cuda.block import processors
 from te_ops.backends.cuda.launch import zero_word
 from te_ops.backends.cudnn import library, sequences
 from te_ops.backends.cudnn.problem import LENGTHS
@@ -99,6 +100,9 @@ class Attention:
         self.places = tuple(call.reads.index(v) for v in node.inputs)
         self.read = tuple(self.names.index(name) for name in _READ[self.backward])
         self.lse = self.names.index("lse") if self.backward else -1
+        score = self.form.score
+        self.captures = [self.names.index(x) for x in (() if score is None else score.captured)]
+        self.sink = self.names.index("sink") if "sink" in self.names else None
         self.writes = tuple(v.index for v in call.writes)
         self.device, self.index = call.device, call.device.index or 0
         self.quantized = any(call.spec(v).kind.name == "record" for v in node.inputs)
@@ -201,7 +205,7 @@ class Attention:
         far = n.s_q + n.s_kv  # the kernels count in 32 bits, and a side this wide hides nothing
         sides = (band.left, band.right) if window else (None, None)
         ends = [side if side is None else min(side, far) for side in sides]
-        return (tuple(n), tuple(strides), self.form.scale, *ends)
+        return ((*n, processors(self.device)), tuple(strides), self.form.scale, *ends)
 
     def _hides_rows(self, n: Sizes) -> bool:
         """Whether a row of a sequence may see no key."""
@@ -234,7 +238,9 @@ class Attention:
         if gaps:
             o.zero_()
             lse.fill_(math.inf)
-        self._issue([*[xs[i] for i in self.read], o, lse], shape, places)
+        sink = None if self.sink is None else xs[self.sink].float().contiguous()
+        tensors = [*[xs[i] for i in self.read], o, lse, sink, self._captured_values(xs)]
+        self._issue(tensors, shape, places)
         if shape.hides_rows or gaps:
             lse.masked_fill_(lse == -math.inf, math.inf)
         if self.problem.padded:
@@ -253,8 +259,23 @@ class Attention:
         if shape.sums is not None:
             (sums,) = _fresh(shape, 4, (shape.sums,))
             clear(sums)
-        self._issue([*[xs[i] for i in self.read], lse, *grads, rows, sums], shape, places)
+        tensors = [*[xs[i] for i in self.read], lse, *grads, rows, sums, self._captured_values(xs)]
+        self._issue(tensors, shape, places)
         return tuple(grads)
+
+    def _captured_values(self, xs: list[Any]) -> Tensor | None:
+        """FP32 [values, heads] of what a modifier reads; a run-time number lives on the host."""
+        if not self.captures:
+            return None
+        heads = self.problem.sizes.h_q
+        with torch.no_grad():
+            each = [
+                x.float().expand(heads)
+                if x.device == self.device
+                else torch.full((heads,), float(x), device=self.device)
+                for x in (xs[i] for i in self.captures)
+            ]
+            return torch.stack(each)
 
     def _issue(self, tensors: list[Tensor | None], shape: Shape, places: Places | None) -> None:
         """Run the kernel on memory, on the current stream."""

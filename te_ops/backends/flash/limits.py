@@ -10,6 +10,7 @@ ARCH = "sm_90a"
 FEATURES = 256
 STEP = 32  # features of a gradient: the kernels before and after it pad to this, it to 16
 TILE = 128  # rows of the largest block
+STAYS = 128  # features of kernels whose blocks of threads stay
 WIDE = 64  # features of FP32 sums are padded to this at most
 
 # flash-attn picks tiles by the features of q and k: of wider values, one kernel in three asks for more shared memory
@@ -30,6 +31,17 @@ def wide(features: int) -> int:
     return -(-features // WIDE) * WIDE
 
 
+def stays(spec: FlashSpec) -> bool:
+    """Whether blocks of threads take one block of rows after the other, see `persistent`.
+
+    For windows and packed tokens they save time, for others they only add the sink. o has a place beside q. Without a
+    mask, three warpgroups of up to 96 features leave no room for it (239,616 bytes of 232,448), or spill registers.
+    """
+    wanted = spec.mask == "window" or spec.packed or spec.sink
+    room = spec.features <= STAYS and (spec.mask != "full" or spec.features > 96)
+    return not spec.backward and wanted and room
+
+
 def refuse(spec: FlashSpec, arch: str = ARCH) -> str | None:
     """None if the spec can be compiled for this arch, else the rule that it breaks."""
     if arch != ARCH:
@@ -41,16 +53,27 @@ def refuse(spec: FlashSpec, arch: str = ARCH) -> str | None:
             return f"heads of {name} have {size} features; the kernel takes 8 to {FEATURES} that divide by 8"
     if spec.values > spec.features:
         return WIDER
-    if spec.backward and (spec.features % STEP or spec.values % STEP):
-        return f"the features of a gradient divide by {STEP}, not {spec.features} and {spec.values}"
-    if spec.backward and spec.group > 1 and spec.features != spec.values:
-        return (
-            "where query heads share keys, the gradient needs as many features of v as of q and k"
-        )
+    reason = _refuse_gradient(spec) if spec.backward else None
+    if reason is not None:
+        return reason
     if (spec.mask == "window") != (spec.left or spec.right):
         return "a window has a side, other masks have none"
+    if spec.sink and not stays(spec):
+        return (
+            f"a sink is added forward, with up to {STAYS} features, without a mask with 97 or more"
+        )
     if bool(spec.score) != bool(spec.function) or (
         spec.backward and spec.score and not spec.gradient
     ):
         return "a function of a score comes with its text, and backward with its gradient"
+    return None
+
+
+def _refuse_gradient(spec: FlashSpec) -> str | None:
+    if spec.features % STEP or spec.values % STEP:
+        return f"the features of a gradient divide by {STEP}, not {spec.features} and {spec.values}"
+    if spec.group > 1 and spec.features != spec.values:
+        return (
+            "where query heads share keys, the gradient needs as many features of v as of q and k"
+        )
     return None

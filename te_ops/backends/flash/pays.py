@@ -13,8 +13,8 @@ from te_ops.backends.flash.problem import Problem
 
 MEASURED = (64, 96, 128, 256)
 """Features of a head that were timed, of q and of v."""
-SHORT, SHORT_PACKED = 512, 1024
-"""Tokens of a sequence up to which cuDNN's forward is the faster one; of packed sequences on average."""
+SHORT = 512
+"""Queries up to which cuDNN's forward is the faster one, where sequences are not packed."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,11 @@ def _short(p: Problem) -> bool:
     return not p.packed and not p.backward and p.sizes.s_q <= SHORT
 
 
-def _short_packed(p: Problem) -> bool:
-    return p.packed and not p.backward and p.sizes.s_q <= SHORT_PACKED * p.sizes.b
-
-
 LOSSES: tuple[Loss, ...] = (
     Loss(
-        "padded",
-        lambda p: p.padded,
-        "batches with lengths were not timed against cuDNN's kernels, which come first",
+        "gradient of padded batches",
+        lambda p: p.padded and p.backward,
+        "gradients of batches with lengths were not timed against cuDNN's kernels, which come first",
     ),
     Loss(
         "features",
@@ -51,11 +47,6 @@ LOSSES: tuple[Loss, ...] = (
         "cuDNN's gradient is the faster one with 256 features",
     ),
     Loss("short", _short, f"cuDNN's forward is the faster one up to {SHORT} queries"),
-    Loss(
-        "short sequences",
-        _short_packed,
-        f"cuDNN's forward is the faster one for packed sequences of up to {SHORT_PACKED} tokens",
-    ),
 )
 
 

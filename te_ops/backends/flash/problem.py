@@ -77,4 +77,5 @@ def spec_of(problem: Problem) -> FlashSpec:
         function=text.function,
         gradient=text.gradient,
         inputs=text.inputs,
+        sink="sink" in problem.has,
     )

@@ -9,6 +9,7 @@ import hashlib
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias
 
+from te_ops.basic.score import PLACES
 from te_ops.errors import PlanError
 
 Format: TypeAlias = Literal["bf16", "fp16"]
@@ -29,7 +30,8 @@ class FlashSpec:
         packed: tokens of sequences, [tokens, heads, features], which start and end where tensors say.
         score: source of the function of a score (`lower(fn, "cutedsl")` with its prelude), "" for none.
         function: its name in the source. gradient: that of its gradient, which takes one more argument.
-        inputs: what the function reads, in order: "s", "i", "j", "head", "batch".
+        sink: forward, one more key a head of value 0, whose score a tensor has.
+        inputs: what the function reads, in order: "s", "i", "j", "head", "batch", and others that are captured.
     """
 
     family: ClassVar[str] = "flash"
@@ -47,6 +49,7 @@ class FlashSpec:
     function: str = ""
     gradient: str = ""
     inputs: tuple[str, ...] = ()
+    sink: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -67,6 +70,11 @@ class FlashSpec:
             ) from error
 
     @property
+    def captured(self) -> tuple[str, ...]:
+        """Inputs of the function that a tensor has, one number a head."""
+        return tuple(name for name in self.inputs if name != "s" and name not in PLACES)
+
+    @property
     def key(self) -> str:
         """Short and stable: the same for equal specs in every process."""
         text = repr(sorted(self.to_dict().items()))
@@ -78,5 +86,6 @@ class FlashSpec:
         way = "backward" if self.backward else "forward"
         extra = f", score {self.function}" if self.function else ""
         packed = ", packed" if self.packed else ""
+        packed += ", a sink" if self.sink else ""
         heads = f"{self.features}/{self.values} features, {self.group} heads a key head"
         return f"{way} {self.dtype}, {heads}, {self.mask}{packed}{extra}"

@@ -32,7 +32,7 @@ H200 = {
     "memClockRateKHz": 3201000, "multiProcessorCount": 132, "pciDeviceId": 0, "regsPerBlock": 65536,
     "reservedSharedMemoryPerBlock": 1024, "smClockRateKHz": 1980000, "supportCoopLaunch": 1,
     "totalGlobalMem": 150754820096, "warpSize": 32, "maxBlockSize": [1024, 1024, 64],
-    "maxGridSize": [2147483647, 65535, 65535],
+    "maxGridSize": [2147483647, 65535, 65535], "memoryBusWidth": 6144, "oversizedSharedMemoryPerBlock": 232448,
 }  # fmt: skip
 _MAKES = (
     "cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction", "cuModuleLoadData", "cuModuleLoadDataEx",

@@ -17,7 +17,7 @@ from tests.backends.cudnn.builds import H200
 
 B200 = {
     **H200, "deviceName": "NVIDIA B200", "deviceVer": 1000, "multiProcessorCount": 148, "l2CacheSize": 132644864,
-    "memoryBusWidth": 8192, "oversizedSharedMemoryPerBlock": 232448,
+    "memoryBusWidth": 8192,
 }  # fmt: skip
 
 

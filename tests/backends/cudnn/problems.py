@@ -139,6 +139,11 @@ PAIRS: dict[str, tuple[Case, Case]] = {
         Case(s=(256, 128), more=LENS, attrs={"band": Band(7, 0)}),
     ),
     "one by one": (Case(s=(1, 1), **BACK), Case(s=(1, 2), **BACK)),
+    "sign": (Case(attrs={"scale": -0.1}), Case(attrs={"scale": 0.1})),
+    "few queries beside a mask": (
+        Case(s=(2, 256), more=(("mask", (1, 1, 2, 256), torch.bool),), **BACK),
+        Case(s=(64, 256), more=(("mask", (1, 1, 64, 256), torch.bool),), **BACK),
+    ),
     "gradient of the lse": (
         Case(more=(("dlse", (2, 4, 256), FP32),), **BACK),
         Case(**BACK),

@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from tests.backends.cudnn import builds
-
-
-def _libraries() -> list[Path]:
-    """Those of cuDNN and of the CUDA runtime, as packages install them or as the loader's path has them."""
-    roots = [Path(p) for p in os.environ.get("LD_LIBRARY_PATH", "").split(":") if p]
-    spec = importlib.util.find_spec("nvidia")
-    for root in (spec.submodule_search_locations or []) if spec is not None else []:
-        roots += Path(root).glob("*/lib")
-    return [
-        path
-        for root in roots
-        for name in ("libcudnn*.so*", "libcudart.so*")
-        for path in root.glob(name)
-    ]
+from tests.backends.cudnn.conftest import Built
 
 
 @pytest.mark.timeout(600)
-def test_real_plans(tmp_path: Path) -> None:
-    if importlib.util.find_spec("cudnn") is None:
-        pytest.skip("nvidia-cudnn-frontend is not installed")
-    libraries = _libraries()
-    if not any("cudnn_graph" in path.name for path in libraries):
-        pytest.skip("the cuDNN library is not installed")
-    builds.stub(tmp_path, libraries)
-    paths = [str(tmp_path), *dict.fromkeys(str(path.parent) for path in libraries)]
-    environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(paths)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.backends.cudnn.builds"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+def test_real_plans(build_plans: Callable[[str], Built]) -> None:
+    lines, ended = build_plans("tests.backends.cudnn.builds")
     names = [name for name, _, _ in lines]
-    assert names == list(builds.specs()), (
-        f"the process ended with {done.returncode}: {done.stderr[-800:]}"
-    )
+    assert names == list(builds.specs()), f"the process ended with {ended}"
     wrong = [
         line
         for line in lines

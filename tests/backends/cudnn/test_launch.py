@@ -12,7 +12,7 @@ import torch
 from te_ops.backends.cudnn import launch
 from te_ops.backends.reference.kernels import bind_reference
 from te_ops.basic.band import Band
-from te_ops.basic.sequences import PackedSequences
+from te_ops.basic.sequences import PackedSequences, _parts
 from te_ops.testing import assert_close
 from tests.backends.cudnn.calls import both, call_of, run
 from tests.backends.cudnn.fake import FakeCudnn
@@ -81,13 +81,13 @@ def one_query() -> Made:
 
 
 def mask() -> Made:
-    hidden = torch.rand(2, 1, 24, 24, generator=GEN) < 0.5
+    hidden = torch.rand(2, 1, 72, 24, generator=GEN) < 0.5
     hidden[0, 0, 3] = True  # a row without keys
-    return {**qkv(), "mask": hidden}, {}
+    return {**qkv(s=72, s_kv=24), "mask": hidden}, {}
 
 
 def padding_mask_with_holes() -> Made:
-    return {**qkv(), "mask": torch.rand(2, 1, 1, 24, generator=GEN) < 0.3}, {}
+    return {**qkv(s=72, s_kv=24), "mask": torch.rand(2, 1, 1, 24, generator=GEN) < 0.3}, {}
 
 
 def sink() -> Made:
@@ -240,6 +240,28 @@ def test_further_dense_shapes_share_plans(
         for got, x in zip(run(call, launched, xs), run(call, wanted, xs), strict=True):
             assert_close(got.float(), x.float(), rtol=0.05, atol=0.02)
     assert len(cudnn.graphs) == 3, "130 to 200 rows are one size class"
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["packed tokens", "size class"])
+def test_gradients_with_offsets_read_contiguous_operands(
+    cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """Of q among packed heads the library put dq where that of another sequence belongs (seen on an H200)."""
+    GEN.manual_seed(0)
+    if shared:
+        monkeypatch.setattr(launch, "STATIC", 0)
+        xs, attrs = packed()
+    else:
+        xs, attrs = thd(Band(right=0), [0, 9, 17, 24], [0, 9, 17, 24])
+        together = rand(24, 8, 16)
+        xs |= dict(zip("qkv", together.split([4, 2, 2], 1), strict=True))
+        starts, lens, *_ = _parts(PackedSequences([0, 9, 17, 24]))  # known: nothing is cleaned
+        xs |= {"q_starts": starts, "q_lens": lens, "kv_starts": starts, "kv_lens": lens}
+    agree(xs, attrs)
+    ((_, given, made),) = [g.node for g in cudnn.graphs if g.node and g.node[0] == "backward"]
+    read = {name: given[name].facts["stride"][2] for name in ("q", "k", "v", "o", "dO")}
+    assert read == {"q": 64, "k": 32, "v": 32, "o": 64, "dO": 64}
+    assert [x.facts["stride"][2] for x in made] == [64, 32, 32]
 
 
 def test_shared_plans_backward(cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +14,8 @@ from te_ops.backends.cuda.swizzle import BLOCKS, ROWS
 from te_ops.backends.cudnn import library, mxfp8
 from te_ops.backends.cudnn.mxfp8 import GATES, OLDEST, MxSpec, describe, refuse
 from te_ops.quantizers.mxfp8 import BLOCK
-from tests.backends.cudnn import builds
+from tests.backends.cudnn.conftest import Built
 from tests.backends.cudnn.problems_mxfp8 import E5M2, PAIRS, TAKEN, built, spec
-from tests.backends.cudnn.test_builds import _libraries
 
 # -- what is asked for
 
@@ -178,29 +172,11 @@ def test_pieces_of_scales_are_those_of_products() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_real_plans(tmp_path: Path) -> None:
-    if importlib.util.find_spec("cudnn") is None:
-        pytest.skip("nvidia-cudnn-frontend is not installed")
-    libraries = _libraries()
-    if not any("cudnn_graph" in path.name for path in libraries):
-        pytest.skip("the cuDNN library is not installed")
-    builds.stub(tmp_path, libraries)
-    package = importlib.util.find_spec("nvidia")
-    found = [Path(p) for p in (package.submodule_search_locations or [])] if package else []
-    others = [str(path) for root in found for path in root.glob("*/lib")]  # cuBLAS, which is loaded
-    given = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    paths = [str(tmp_path), *dict.fromkeys(str(path.parent) for path in libraries), *given, *others]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.backends.cudnn.builds_mxfp8"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, paths))},
-        check=False,
-    )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line[:1] in "[0123456789"]
+def test_real_plans(build_plans: Callable[[str], Built]) -> None:
+    lines, ended = build_plans("tests.backends.cudnn.builds_mxfp8")
     if lines and lines[0] < OLDEST:
         pytest.skip(f"cuDNN {lines[0]} has no MXFP8 attention; {OLDEST} has")
     names = [name for name, _, _ in lines[1:]]
-    assert names == list(built()), f"the process ended with {done.returncode}: {done.stderr[-800:]}"
+    assert names == list(built()), f"the process ended with {ended}"
     wrong = [line for line in lines[1:] if (line[1] is None) != line[0].startswith("refused")]
     assert not wrong

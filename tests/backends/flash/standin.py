@@ -46,7 +46,7 @@ class _Given:
     def tensor(self, name: str, address: int) -> torch.Tensor:
         """[batch, rows, heads, features], or packed."""
         assert address % 16 == 0
-        b, s_q, s_kv, h_q, h_kv, d_qk, d_v = self.sizes
+        b, s_q, s_kv, h_q, h_kv, d_qk, d_v, _ = self.sizes
         features = d_v if name in ("v", "o", "do", "dv") else d_qk
         shape = (b, *((s_kv, h_kv) if name in ("k", "v", "dk", "dv") else (s_q, h_q)), features)
         place = 3 * limits.TENSORS[self.spec.backward].index(name)
@@ -74,7 +74,7 @@ class _Given:
     def sums(self, address: int | None) -> None:
         """That what is added to is 0, also behind the last key."""
         assert (address is not None) == (self.spec.group > 1)
-        b, _, s_kv, _, h_kv, d_qk, d_v = self.sizes
+        b, _, s_kv, _, h_kv, d_qk, d_v, _ = self.sizes
         if address is not None:
             batch = 1 if self.spec.packed else b
             found = _flat(address, batch * h_kv * (s_kv + 127) * (d_qk + d_v), torch.float32)
@@ -95,6 +95,9 @@ def kernel(spec: FlashSpec, score: Score | None = None) -> Any:
         places = known.places(tuple(addresses[-4:]))
         order = list(ours)
         order.insert(5 if spec.backward else 4, "lse")
+        sink = None if spec.backward else addresses.pop(5)
+        assert (sink is not None) is spec.sink
+        values = _captured(spec, addresses.pop(-5), sizes[3])
         tensors = [
             known.statistic(x) if name == "lse" else known.tensor(name, x)
             for name, x in zip(order, addresses, strict=False)
@@ -102,15 +105,18 @@ def kernel(spec: FlashSpec, score: Score | None = None) -> Any:
         with unwatched():  # a kernel is no call of torch
             if spec.backward:
                 known.sums(addresses[-5])
-                backward(*tensors, scale, *places, left, right)
+                backward(*tensors, values, scale, *places, left, right)
             else:
-                forward(*tensors, scale, *places, left, right)
+                forward(*tensors, values, scale, *places, left, right)
+                if sink is not None:
+                    o, lse = tensors[3:]
+                    _add_sink(o, lse, _flat(sink, lse.shape[-2], torch.float32))
 
     def forward(*given: Any) -> None:
         CALLS.append(spec)
-        q, k, v, o, lse, scale, *rest = given
+        q, k, v, o, lse, values, scale, *rest = given
         for (rows, keys), places, parts in _walk(spec, q, k, v, rest):
-            s = _scores(spec, score, parts, places, (scale, *rest))
+            s = _scores(spec, (score, values), parts, places, (scale, *rest))
             top = s.logsumexp(-1)
             p = (s - top.masked_fill(top == -math.inf, 0.0).unsqueeze(-1)).exp()
             rows(o).copy_(torch.einsum("hnm,mhd->nhd", p, _spread(keys(v), spec)))
@@ -118,11 +124,11 @@ def kernel(spec: FlashSpec, score: Score | None = None) -> Any:
 
     def backward(*given: Any) -> None:
         CALLS.append(spec)
-        q, k, v, o, do, lse, dq, dk, dv, scale, *rest = given
+        q, k, v, o, do, lse, dq, dk, dv, values, scale, *rest = given
         for (rows, keys), places, parts in _walk(spec, q, k, v, rest):
             leaves = [x.detach().requires_grad_() for x in parts]
             with torch.enable_grad():
-                s = _scores(spec, score, leaves, places, (scale, *rest))
+                s = _scores(spec, (score, values), leaves, places, (scale, *rest))
                 p = (s - _of(spec, lse, rows).double().unsqueeze(-1)).exp()
                 delta = (rows(o).double() * rows(do).double()).sum(-1).t().unsqueeze(-1)
                 dp = torch.einsum("nhd,mhd->hnm", rows(do).double(), _spread(leaves[2], spec))
@@ -135,6 +141,23 @@ def kernel(spec: FlashSpec, score: Score | None = None) -> Any:
                 place.copy_(x)
 
     return run
+
+
+def _add_sink(o: Any, lse: Any, sink: Any) -> None:
+    """One more key of value 0."""
+    weight = torch.sigmoid(lse - sink[:, None]).transpose(-1, -2)
+    o.mul_(weight.unsqueeze(-1).nan_to_num(0.0))
+    seen = lse != -math.inf
+    lse.copy_(torch.where(seen, torch.logaddexp(lse, sink[:, None]), lse))
+
+
+def _captured(spec: FlashSpec, address: int | None, heads: int) -> dict[str, torch.Tensor]:
+    """What a modifier reads beside the score and its place, by name."""
+    assert (address is not None) is bool(spec.captured)
+    if address is None:
+        return {}
+    held = _flat(address, len(spec.captured) * heads, torch.float32).view(-1, heads)
+    return {n: x.double()[:, None, None] for n, x in zip(spec.captured, held, strict=True)}
 
 
 def _walk(spec: FlashSpec, q: Any, k: Any, v: Any, rest: Any) -> Any:
@@ -173,10 +196,12 @@ def _scores(spec: FlashSpec, score: Any, parts: Any, places: Any, rest: Any) -> 
     (i, j), e = places
     scale, rest = rest[0], rest[1:]
     s = scale * torch.einsum("nhd,mhd->hnm", parts[0], _spread(parts[1], spec))
+    score, values = score
     if score is not None:
         heads = torch.arange(s.shape[0])[:, None, None].double()
         known = {"s": s, "i": i[:, None].double(), "j": j.double(), "head": heads}
         known["batch"] = torch.full((1, 1, 1), float(e), dtype=torch.float64)
+        known |= values
         s = evaluate(score.fn, *[known[name] for name in score.inputs], dtype=torch.float64)
     middle = i[:, None] + len(j) - len(i)
     left, right = rest[4:]

@@ -15,8 +15,9 @@ from te_ops.backends.cutlass.gemm import device_code
 from te_ops.backends.flash import versions
 from te_ops.backends.flash.score import text_of
 from te_ops.backends.flash.spec import FlashSpec
-from te_ops.basic.score import soft_cap
+from te_ops.basic.score import Score, soft_cap
 from te_ops.errors import PlanError
+from te_ops.pointwise import elementwise
 
 TEXT = text_of(soft_cap(30.0), backward=True)
 CAPPED = FlashSpec(
@@ -50,7 +51,7 @@ def test_key_holds_all_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_source_hash_covers_what_is_traced() -> None:
     folder = Path(versions.__file__).parent
     found = {p.stem for p in cache.closure(folder, "build", FAMILIES["flash"].package)}
-    assert found == {"build", "kernel", "limits", "spec"}
+    assert found == {"build", "kernel", "limits", "persistent", "spec"}
     assert cache.source_hash("flash") not in ("", cache.source_hash())
 
 
@@ -90,6 +91,23 @@ def test_compiles_without_a_device(tmp_path: Path) -> None:
     code = device_code((tmp_path / "kernel.o").read_bytes())
     assert b"FlashAttentionBackwardSm90" in code
     assert code.count(b"FlashAttentionBackwardPostprocess") > 0
+
+
+@pytest.mark.skipif(versions.missing() is not None, reason=str(versions.missing()))
+def test_blocks_of_threads_that_stay_compile(tmp_path: Path) -> None:
+    """Packed tokens, a window, shared keys that do not divide a block of rows, a modifier that captures, a sink."""
+    scaled = elementwise("scaled", lambda s, c, h, i: s * c + h - i, *["value"] * 4)
+    text = text_of(Score(scaled, ("s", "captured_c", "head", "i")), backward=False)
+    spec = FlashSpec(
+        False, "bf16", 80, 72, 7, "window", left=True, packed=True, sink=True,
+        score=text.source, function=text.function, inputs=text.inputs,
+    )  # fmt: skip
+    worker = pool.Worker("sm_90")
+    try:
+        worker.compile(spec, tmp_path / "kernel.o")
+    finally:
+        worker.close()
+    assert b"Persistent" in device_code((tmp_path / "kernel.o").read_bytes())
 
 
 def test_files_of_specs_are_read_by_family(tmp_path: Path) -> None:

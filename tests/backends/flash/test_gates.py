@@ -30,7 +30,7 @@ def case(
     d: tuple[int, int] = (64, 64),
     dtype: torch.dtype = BF16,
     backward: bool = False,
-    writes: tuple[int, ...] = (0, 1),
+    writes: tuple[int, ...] | None = None,
     more: dict[str, Any] | None = None,
     left_out: tuple[str, ...] = (),
     fp8: bool = False,
@@ -51,16 +51,17 @@ def case(
         o = (*q[:-1], d[1])
         by_row = (h[0], s[0]) if packed else (2, h[0], s[0])
         made |= {"o": (o, dtype), "lse": (by_row, FP32), "do": (o, dtype)}
-        writes = (0, 1, 2)
+        writes = writes or (0, 1, 2)
     xs = {
         name: torch.empty(shape, dtype=kind, device="meta")
         for name, (shape, kind) in made.items()
         if name not in left_out
     }
     given = quantized(xs) if fp8 else xs
-    return call_of(given, writes=writes, backward=backward, **{"scale": 0.125, **attrs})
+    return call_of(given, writes=writes or (0, 1), backward=backward, **{"scale": 0.125, **attrs})
 
 
+CAPTURED = {"captured_c": ((), FP32)}
 PADDED = {"kv_lens": ((2,), INT)}
 THD: dict[str, Any] = {"layout": "thd", "kv_layout": "thd", "more": LENS}
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -74,9 +75,10 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"d": (192, 128), "h": (2, 2), "backward": True},
     ),
     "scale": ({"scale": None, "more": {"scale": ((), FP32)}}, {}),
+    "sign": ({"scale": -0.125}, {"scale": 0.5}),
     "captured": (
-        {"score": SCALED, "more": {"captured_c": ((), FP32)}},
-        {"score": soft_cap(30.0)},
+        {"score": SCALED, "more": CAPTURED, "backward": True, "writes": (0, 1, 2, 3)},
+        {"score": SCALED, "more": CAPTURED, "backward": True},
     ),
     "lengths": (
         {"more": {"kv_lens": ((256,), INT)}, "layout": "sbhd", "kv_layout": "sbhd"},
@@ -89,7 +91,10 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"backward": True, "more": {"dlse": ((2, 4, 256), FP32)}},
         {"backward": True},
     ),
-    "operands": ({"more": {"sink": ((4,), FP32)}}, {}),
+    "operands": (
+        {"more": {"bias": ((4, 256, 256), BF16)}},
+        {"more": {"sink": ((4,), FP32)}, "band": Band(9, 0)},
+    ),
 }
 
 
@@ -127,6 +132,7 @@ def test_attention_in_fp8_is_left_to_others_but_for_its_gradient() -> None:
         (lambda spec: replace(spec, score="def f(): ..."), "comes with its text"),
         (lambda spec: replace(spec, backward=True, group=2, values=32), "as many features of v"),
         (lambda spec: replace(spec, backward=True, values=48), "divide by 32"),
+        (lambda spec: replace(spec, features=256, sink=True), "a sink is added forward"),
     ],
 )
 def test_limits(wrong: Callable[[Any], Any], reason: str) -> None:
@@ -136,16 +142,29 @@ def test_limits(wrong: Callable[[Any], Any], reason: str) -> None:
     assert "is made for sm_90a" in (limits.refuse(spec, "sm_100a") or "")
 
 
+def test_where_blocks_of_threads_stay() -> None:
+    plain = spec_of(problem_of(case(d=(96, 96), h=(4, 4))))
+    assert not limits.stays(plain)
+    assert not limits.stays(replace(plain, packed=True)), "o has no room beside q"
+    for more in ({"mask": "causal", "packed": True}, {"mask": "window", "left": True}):
+        assert limits.stays(replace(plain, **more))
+        assert not limits.stays(replace(plain, **more, features=136))
+        assert not limits.stays(replace(plain, **more, backward=True))
+    assert limits.stays(replace(plain, features=128, sink=True))
+
+
 LONG = {"s": (1024, 1024), "d": (128, 128)}
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "padded": ({**LONG, "more": PADDED}, LONG),
+    "gradient of padded batches": (
+        {**LONG, "more": PADDED, "backward": True},
+        {**LONG, "more": PADDED},
+    ),
     "features": ({**LONG, "d": (80, 80)}, LONG),
     "gradient of wide heads": (
         {**LONG, "d": (256, 256), "backward": True},
         {**LONG, "d": (256, 256)},
     ),
     "short": ({**LONG, "s": (512, 512)}, {**LONG, "s": (512, 512), "backward": True}),
-    "short sequences": ({**THD, "s": (2048, 2048)}, {**THD, "s": (4096, 4096)}),
 }
 
 

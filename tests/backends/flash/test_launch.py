@@ -32,6 +32,10 @@ PLACES = Score(
     ),
     ("s", "i", "j", "head", "batch"),
 )
+CAPTURING = Score(
+    elementwise("capturing", lambda s, c, i, d: s * c + d * i, *["value"] * 4),
+    ("s", "captured_c", "i", "captured_d"),
+)
 
 
 def bind(call: Call) -> Any:
@@ -86,10 +90,36 @@ def test_scores(score: Score, band: Band) -> None:
     compare(xs, do, score=score, band=band)
 
 
+@pytest.mark.parametrize("captured", [torch.tensor(0.5), torch.tensor([0.5, 1.0, -2.0, 0.0])])
+def test_a_score_that_captures_values(captured: torch.Tensor) -> None:
+    xs, do = tensors((2, 24))
+    more = {"captured_c": captured, "captured_d": torch.tensor(0.25)}
+    attrs: dict[str, Any] = {"score": CAPTURING, "band": CAUSAL, "scale": 0.25}
+    forward = call_of({**xs, **more}, writes=(0, 1), **attrs)
+    o, lse = bind(forward)(*xs.values(), *more.values())
+    wanted = bind_reference(forward)(*xs.values(), *more.values())
+    given = {**xs, **more, "o": wanted[0], "lse": wanted[1], "do": do}
+    back = call_of(given, writes=(0, 1, 2), backward=True, **attrs)
+    grads, expected = bind(back)(*given.values()), bind_reference(back)(*given.values())
+    for x, y in zip((o, lse, *grads), (*wanted, *expected), strict=True):
+        assert_close(x, y, rtol=0.02, atol=0.02)
+
+
 def test_rows_without_a_key() -> None:
     xs, do = tensors((2, 24))
     short, _ = tensors((2, 8))
     compare({**xs, "k": short["k"], "v": short["v"]}, do, band=ENDING)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_sink_is_added(kind: torch.dtype) -> None:
+    xs, _ = tensors((2, 24))
+    sink = torch.tensor([0.0, 2.0, -3.0, 200.0], dtype=kind)
+    call = call_of({**xs, "sink": sink}, writes=(0, 1), scale=0.25, band=Band(5, 0))
+    for x, y in zip(
+        bind(call)(*xs.values(), sink), bind_reference(call)(*xs.values(), sink), strict=True
+    ):
+        assert_close(x, y, rtol=0.02, atol=0.02)
 
 
 def test_other_features_of_v() -> None:
