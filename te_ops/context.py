@@ -31,10 +31,12 @@ class Observed:
 class Region:
     """Delayed-scaling observations between entry and exit of the outermost autocast; committed at exit."""
 
-    __slots__ = ("gradients", "groups", "observed")
-    commit: ClassVar[Callable[[Region], None] | None] = None  # filled by the runtime
+    __slots__ = ("depth", "gradients", "groups", "observed")
+    # Rolls what was observed, in these reduction groups; filled by the runtime.
+    commit: ClassVar[Callable[[Observed, dict[Any, None]], None] | None] = None
 
     def __init__(self) -> None:
+        self.depth = 0  # how many autocasts are in it
         self.observed = Observed()
         # Reduction groups: a rank that observed nothing takes part too.
         self.groups: dict[Any, None] = {}
@@ -43,18 +45,18 @@ class Region:
 
     def close(self, failed: bool) -> None:
         """Commit what was observed, or drop it if the region ended with an exception."""
-        observed = self.observed
-        if not (observed.sheets or observed.by_state or self.groups):
+        observed, groups = self.observed, self.groups
+        if not (observed.sheets or observed.by_state or groups):
             return
         commit = Region.commit
         if commit is not None and not failed:
-            commit(self)
+            commit(observed, groups)
         self.observed, self.groups = Observed(), {}
 
 
 @dataclass(eq=False, slots=True)
 class Frame:
-    """What one active autocast says; `key` is its part of a plan's key. Never changed, but made at every entry."""
+    """What one active autocast says; `key` is its part of a plan's key. Never changed but for `ended`."""
 
     recipe: Recipe | None
     enabled: bool
@@ -62,6 +64,8 @@ class Frame:
     group: Any
     region: Region
     key: Key
+    outer: Frame | None
+    ended: bool = False
 
 
 class Key:
@@ -137,9 +141,11 @@ def observing_into(region: Region) -> Iterator[None]:
     """Within, the autocast in force stays, and what its calls observe goes to `region`, which nobody commits."""
     frame = FRAME.get()
     token = None if frame is None else FRAME.set(replace(frame, region=region))
+    region.depth += 1
     try:
         yield
     finally:
+        region.depth -= 1
         if token is not None:
             FRAME.reset(token)
 
@@ -192,19 +198,47 @@ class autocast:  # noqa: N801  (a context manager, named like torch.autocast)
         recipe = (self.recipe or default_recipe()) if enabled or calibrating else None
         region = outer.region if outer is not None else Region()
         key = _key(recipe, enabled, calibrating, None if group is None else _name(group))
-        frame = Frame(recipe, enabled, calibrating, group, region, key)
+        frame = Frame(recipe, enabled, calibrating, group, region, key, outer)
         if (
             self.group is not None
             and (torch.is_grad_enabled() or self.calibrating)
             and reduces(recipe)
         ):
             frame.region.groups[self.group] = None
-        self._token = (FRAME.set(frame), outer is None, frame)
+        region.depth += 1
+        self._token = (FRAME.set(frame), frame)
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        token, outermost, frame = self._token
+        token, frame = self._token
+        outer = frame.outer
+        if FRAME.get() is frame and (outer is None or not outer.ended):
+            FRAME.reset(token)
+        else:
+            _leave(frame)
         self._token = None
-        FRAME.reset(token)
-        if outermost:
-            frame.region.close(failed=kind is not None)
+        frame.ended = True
+        region = frame.region
+        region.depth -= 1
+        if not region.depth:
+            region.close(failed=kind is not None)
+
+
+def _leave(frame: Frame) -> None:
+    """End an autocast out of turn, as one of a generator may: each holds from its own entry to its exit.
+
+    Raises:
+        RecipeError: it was entered in another thread or task.
+    """
+    innermost = within = FRAME.get()
+    while within is not None and within is not frame:
+        within = within.outer
+    if within is None:
+        raise RecipeError(
+            "autocast: the exit is in another thread or task than the entry; a region belongs to one of them"
+        )
+    left = innermost
+    while left is not None and (left.ended or left is frame):
+        left = left.outer
+    if left is not innermost:
+        FRAME.set(left)

@@ -9,14 +9,14 @@ from te_ops.runtime.files import load_file, save_file
 from te_ops.runtime.frozen import run_microbatch, weights_frozen
 from te_ops.runtime.graphs import Graphed, make_graphed, run_graphed
 from te_ops.runtime.session import free_workspaces, step, warmup
-from te_ops.runtime.state import DelayedState, commit_region, load_state, prepare
+from te_ops.runtime.state import DelayedState, load_state, prepare, settle
 
 Runtime.run = run
 Runtime.plan = plan_for
 Runtime.load_state = load_state
 Runtime.graphed = run_graphed
 Runtime.microbatch = run_microbatch
-Region.commit = commit_region
+Region.commit = settle
 
 __all__ = [
     "DelayedState",

@@ -9,19 +9,17 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._C._dynamo import eval_frame
 
-from te_ops.attrs import DynamicAttribute
 from te_ops.compiler.build import assemble
 from te_ops.compiler.passes import passes
 from te_ops.compiler.plan import Plan
 from te_ops.compiler.trace import dynamic_dims, leading_dims, owned, spec_of, trace
-from te_ops.compiler.work import Note, Request
+from te_ops.compiler.work import Request
 from te_ops.context import ARCH, FRAME, FROZEN, PLACE, Frame, Region, current
 from te_ops.errors import Error, PlanError, ShapeError
 from te_ops.graph import Spec
@@ -29,8 +27,11 @@ from te_ops.op import GLOBAL_HOOKS, HOOKS, Epoch, Op, Runtime, Scalar
 from te_ops.quantizers import QuantizedTensor
 from te_ops.registry import REGISTRY
 from te_ops.runtime import checkpoint as ckpt
+from te_ops.runtime import plain
+from te_ops.runtime.alike import Alike, alike
 from te_ops.runtime.executor import Call, PlanRunner
 from te_ops.runtime.main_grad import dtype_of
+from te_ops.runtime.shapes import LEVELS, TRACED, alignment, level_of, shape_key
 from te_ops.runtime.state import BackwardCommit
 from te_ops.runtime.varies import varies
 
@@ -85,12 +86,20 @@ _PARTS = (
 )  # fmt: skip
 
 
+class _Last(NamedTuple):
+    """A call, and what ran it: the next one that is like it needs no key."""
+
+    values: tuple[Any, ...]
+    alike: Alike
+    runner: PlanRunner
+
+
 class OpCache:
     """Per op instance: its fingerprint while nothing changed, its parameter slots and its runners."""
 
     def __init__(self, op: Op) -> None:
         self.runners: dict[Any, PlanRunner] = {}
-        self.last: dict[bool, tuple[Any, PlanRunner]] = {}  # by grad mode: values of the last call
+        self.last: dict[bool, _Last] = {}  # by grad mode
         self.history: list[Any] = []  # keys of the plans that this op made
         self.epoch = -1
         self.modules: list[nn.Module] = []
@@ -221,15 +230,21 @@ def run(op: Op, xs: Sequence[Any]) -> Any:
 
 
 def run_eagerly(op: Op, xs: Sequence[Any]) -> Any:
-    """Find or make the plan and replay it."""
+    """Find or make the plan and replay it; where it is plain, torch's own function is all that runs."""
+    grad = torch.is_grad_enabled()
+    known: plain.Direct | None = op.__dict__.get(plain.PLACE[grad])
+    if known is not None and (direct := known(op, xs)) is not None:
+        return direct
     task = torch._C._current_graph_task_id()
     recomputing = task != -1  # a forward inside a backward pass
     replay = ckpt.REPLAY.get()
     frame, version = FRAME.get(), None
     if recomputing or replay is not None:
         frame, version = ckpt.surroundings(op, recomputing)
-    grad = torch.is_grad_enabled()
     runner, autocast_dtype, device = _runner(op, xs, frame, grad, version)
+    if runner.plain and (direct := plain.first(op, xs, grad, version)) is not None:
+        runner.direct = True
+        return direct
     if replay is not None and replay.recording:  # now: the first plan for a device adds kernels
         replay.versions[replay.position] = REGISTRY.version if version is None else version
     region: Region | None = None
@@ -239,14 +254,12 @@ def run_eagerly(op: Op, xs: Sequence[Any]) -> Any:
     if not recomputing:
         ckpt.record(op, frame, states, grad)
     else:
-        ckpt.check_recompute(op, states, ckpt.recorded(op))
+        _recomputes(op, runner, states)
     seed = (
         torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
         if runner.needs_seed
         else None
     )
-    if recomputing and runner.observes_gradients:
-        BackwardCommit.open()
     autocast = None if autocast_dtype is None else (device.type, autocast_dtype)
     call = Call(op, device, frame, region, seed, task, [], autocast, FROZEN.get(), states)
     try:
@@ -262,6 +275,13 @@ def run_eagerly(op: Op, xs: Sequence[Any]) -> Any:
     if frame is None and region is not None:
         region.close(failed=False)
     return result
+
+
+def _recomputes(op: Op, runner: PlanRunner, states: Sequence[Any]) -> None:
+    """Before a forward inside a backward: it sees what the first one saw; its own backward commits with that one."""
+    ckpt.check_recompute(op, states, ckpt.recorded(op))
+    if runner.observes_gradients:
+        BackwardCommit.open()
 
 
 # Under torch.compile a pipeline is one graph break: the mark keeps Dynamo from inlining the call, the strategy from
@@ -286,7 +306,6 @@ def _runner(
     tensors = cache.tensors(op)
     try:
         device: torch.device = xs[0].device
-        seen = list(map(_values_of_input, xs))
     except (AttributeError, IndexError):
         raise ShapeError(_bad_input(op, xs)) from None
     kind = device.type
@@ -303,20 +322,16 @@ def _runner(
         REGISTRY.version if version is None else version,
         passes.version,
     )
-    # Equal ids now and then mean that the same places held one tensor: nothing is kept, and values are compared.
-    values = (cache.token, around, seen, list(map(_values, tensors)), list(map(id, tensors)))
+    # Equal ids now and then mean that the same places held one tensor: nothing is kept, and forms are compared.
+    values = (cache.token, around, len(xs), list(map(id, tensors)))
     last = cache.last.get(grad)
-    if last is not None and last[0] == values:
-        return last[1], autocast_dtype, device
+    if last is not None and last.values == values and last.alike(*xs, *tensors):
+        return last.runner, autocast_dtype, device
     found = _keyed(op, xs, tensors, frame, around)
-    plain = not cache.foreign and not (grad and cache.added)
-    if plain and not any(isinstance(x, QuantizedTensor) for x in (*xs, *tensors)):
-        cache.last[grad] = values, found
+    in_key = not cache.foreign and not (grad and cache.added)  # what the values above hold is all
+    if in_key and not any(isinstance(x, QuantizedTensor) for x in (*xs, *tensors)):
+        cache.last[grad] = _Last(values, alike([*xs, *tensors]), found)
     return found, autocast_dtype, device
-
-
-_values = attrgetter("shape", "dtype", "device", "requires_grad", "__class__")
-_values_of_input = attrgetter("shape", "dtype", "device", "requires_grad", "__class__", "layout")
 
 
 def _keyed(
@@ -329,6 +344,8 @@ def _keyed(
     """The runner of a key, made where there is none."""
     cache, grad = _cache_of(op), around[1]
     ids: dict[int, int] = {}
+    if not all(isinstance(x, torch.Tensor) for x in xs):
+        raise ShapeError(_bad_input(op, xs))
     key = (
         cache.token,
         tuple([(x.shape, x.dtype, x.device, x.requires_grad, _kind(x)) for x in xs]),
@@ -338,10 +355,15 @@ def _keyed(
         cache.strangers() if cache.foreign else (),
         cache.main_grads(op, tensors) if grad and cache.added else (),
     )
-    found = cache.runners.get(key)
+    try:
+        found = cache.runners.get(key)
+    except TypeError as error:
+        if any(isinstance(size, torch.SymInt) for x in xs for size in x.shape):
+            raise PlanError(TRACED) from error
+        raise
     if found is None:
         plan = _plan(op, cache, xs, frame, key)
-        found = PlanRunner(plan, op)
+        found = PlanRunner(plan, op, plain=plain.serves(plan, op, xs[0]))
         if len(cache.runners) >= MAX_RUNNERS:
             cache.runners.clear()
         cache.runners[key] = found
@@ -459,112 +481,18 @@ def arch_of(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-# -- row classes
-
-
-def alignment(rows: int) -> int:
-    """The largest power of two up to 128 that divides the row count; 0 for none."""
-    return min(rows & -rows, 128) if rows else 0
-
-
-def row_class(rows: int) -> tuple[int, int]:
-    """(alignment, power-of-4 bucket): plans serve every row count of a class; zero rows are a class of their own."""
-    return (0, 0) if rows == 0 else (alignment(rows), (rows.bit_length() - 1) // 2)
-
-
-def shape_key(specs: Sequence[Spec], level: str, features: int = 1) -> Any:
-    """What of the leading dimensions is in the key.
-
-    "rows": one class for the product, rank ignored (all inputs share their leading dimensions). "dims": a class for
-    each dimension and which of them are equal. "exact": the shapes.
-    """
-    leads = leading_dims(specs, features)
-    if level == "exact":
-        return (level, tuple(leads))
-    if level == "rows" and all(lead == leads[0] and lead for lead in leads):
-        return (level, row_class(math.prod(leads[0])))
-    order: dict[int, int] = {}
-    return (
-        level,
-        tuple(
-            tuple((order.setdefault(d, len(order)), row_class(d)) for d in lead) for lead in leads
-        ),
-    )
+# -- building
 
 
 def _build(request: Request, key: tuple[Any, ...], level: str | None) -> tuple[Plan, str]:
     """Trace, find out by a second trace how much of the shape the graph depends on, and plan."""
     graph, outputs = trace(request)
-    found, note = _level(request, graph)
-    level = found if level is None else max(level, found, key=_LEVELS.index)
+    found, note = level_of(request, graph)
+    level = found if level is None else max(level, found, key=LEVELS.index)
     plan = assemble(request, graph, outputs, {**_describe(request, key), "shapes": level})
-    return (plan if note is None else replace(plan, notes=(*plan.notes, note))), level
-
-
-_LEVELS = ("rows", "dims", "exact")
-
-
-def _level(request: Request, graph: Any) -> tuple[str, Note | None]:
-    reason = "an op fixed a leading dimension"
-    structure = graph.structure()
-    for level in _LEVELS[:2]:
-        other = _other_shapes(request.inputs, level, request.op.feature_dims)
-        if other is None:
-            continue
-        try:
-            again, _ = trace(replace(request, inputs=other))
-        except DynamicAttribute as error:
-            return "exact", Note("trace", "", "", str(error))
-        except Error as error:
-            reason = str(error)
-            continue
-        if again.structure() == structure:
-            return level, None
-        reason = _first_difference(graph, again)
-    return "exact", Note("trace", "", "", f"keyed on the exact shape: {reason}")
-
-
-def _first_difference(a: Any, b: Any) -> str:
-    for x, y, node in zip(a.structure(), b.structure(), a.nodes, strict=False):
-        if x != y:
-            return f"{node.prim.name} ({node.path}) depends on it"
-    return "the number of nodes depends on it"
-
-
-def _other_shapes(specs: tuple[Spec, ...], level: str, features: int) -> tuple[Spec, ...] | None:
-    """Inputs with other leading dimensions of the same classes, to trace again."""
-    leads = leading_dims(specs, features)
-    if level == "rows":
-        if not leads or not all(lead == leads[0] and lead for lead in leads):
-            return None
-        rows = _other(math.prod(leads[0]), set())
-        other = (3, rows) if len(leads[0]) == 1 else (rows,)  # another rank too
-        return tuple(
-            replace(s, shape=(*other, *s.shape[len(lead) :]))
-            for s, lead in zip(specs, leads, strict=True)
-        )
-    table: dict[int, int] = {}
-    taken: set[int] = set()
-    for lead in leads:
-        for d in lead:
-            if d not in table:
-                table[d] = _other(d, taken)
-                taken.add(table[d])
-    return tuple(
-        replace(s, shape=(*(table[d] for d in lead), *s.shape[len(lead) :]))
-        for s, lead in zip(specs, leads, strict=True)
-    )
-
-
-def _other(rows: int, taken: set[int]) -> int:
-    """Another size with the same alignment, unlike those taken."""
-    if rows == 0:
-        return 0
-    align = alignment(rows)
-    made = rows + 2 * align
-    while made in taken or alignment(made) != align:
-        made += align
-    return made
+    direct = request.arch != "cpu" and plain.is_plain(plan, request.op)
+    more = [note, plain.NOTE if direct else None]
+    return replace(plan, notes=(*plan.notes, *[n for n in more if n is not None])), level
 
 
 def _describe(request: Request, key: tuple[Any, ...]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Amaxes:
         """`used`: the recipe and the format's maximum of each state."""
         self.states, self.used, self.amaxes = states, used, amaxes
         self.handed: weakref.ref[Handed] | None = None  # by the last replay
-        self._sheet: Sheet | None = None  # of the last replay
+        self._sheets: dict[Any, Sheet] = {}  # by which of the states were seen
 
     @staticmethod
     def of(observed: Observed, room: torch.Tensor | None) -> Amaxes:
@@ -70,16 +70,21 @@ class Amaxes:
         out = torch.stack(amaxes, out=None if room is None else room[: len(amaxes)])
         return Amaxes(tuple(found), used, out)
 
-    def hand(self, group: Any) -> Handed:
-        """What the replay that has just been issued observed, in the group of the call."""
+    def hand(self, group: Any, only: frozenset[DelayedState] | None = None) -> Handed:
+        """What the replay that has just been issued observed, in the group of the call; `only` of these states."""
         assert self.amaxes is not None
-        sheet = self._sheet
+        sheet = self._sheets.get(only)
         if sheet is None or sheet.group is not group:
-            offsets = tuple(range(0, 4 * len(self.states), 4))
-            sheet = self._sheet = Sheet(self.states, self.used, offsets, group)
+            sheet = self._sheets[only] = self._sheet(group, only)
         made = Handed(sheet, self.amaxes, lent=True)
         self.handed = weakref.ref(made)
         return made
+
+    def _sheet(self, group: Any, only: frozenset[DelayedState] | None) -> Sheet:
+        places = [i for i, state in enumerate(self.states) if only is None or state in only]
+        states = tuple([self.states[i] for i in places])
+        used = [self.used[i] for i in places]
+        return Sheet(states, used, tuple([4 * i for i in places]), group)
 
     def keep(self) -> None:
         """Before a replay: what was handed over and waits for its commit still gets a copy."""
@@ -91,6 +96,28 @@ class Amaxes:
 
 Root = tuple[weakref.ref[Op], list[DelayedState]]
 """An op that was called in a recording, and the states that it read."""
+
+
+class Reached(NamedTuple):
+    """Where gradients of outputs arrive: at which inputs and parameters (by place), and in which states.
+
+    Or what a backward of them alone raises: that of somebody's function may need all.
+    """
+
+    leaves: frozenset[int] = frozenset()
+    states: frozenset[DelayedState] = frozenset()
+    error: str = ""
+
+
+Slot = tuple[dict[str, Any], str]
+"""A module's table of buffers, and a name in it."""
+
+
+class Buffers(NamedTuple):
+    """Those whose version counters count: a backward reads them where they are, or a forward writes them."""
+
+    read: tuple[Slot, ...] = ()
+    written: tuple[Slot, ...] = ()
 
 
 @dataclass(eq=False, repr=False)
@@ -111,8 +138,11 @@ class Pair:
     grads: list[torch.Tensor | None] = field(default_factory=list)  # by input, then parameter
     seen_back: Amaxes = field(default_factory=Amaxes)
     copies: FrozenWeights | None = None  # of weights, that it reads or makes
+    reached: tuple[Reached, ...] = ()  # by output, where several have gradients
+    buffers: Buffers = field(default_factory=Buffers)
 
     def __post_init__(self) -> None:
+        self.parts: dict[tuple[bool, ...], Reached] = {}  # by which outputs' gradients are there
         self.bare = self.tree == _pytree.tree_structure(0)  # the result is one tensor
         self.tables = [state.__dict__ for state, _ in self.reads]  # not through nn.Module's look-up
         self.makers = [maker for _, maker in self.reads]
@@ -131,12 +161,30 @@ class Pair:
                 found.append(static.zero_() if dy is None else dy)
         return found
 
-    def by_leaf(self, grads: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Gradients at the places of the inputs and parameters that want one."""
-        if len(grads) == len(self.grads):
+    def part(self, dys: Sequence[torch.Tensor | None]) -> Reached | None:
+        """What these gradients of the outputs reach, None if none of them is missing."""
+        given = tuple([dy is not None for dy in dys])
+        if given == tuple([static is not None for static in self.dys]):
+            return None
+        found = self.parts.get(given)
+        if found is None:
+            there = [r for r, here in zip(self.reached, given, strict=True) if here]
+            found = self.parts[given] = Reached(
+                frozenset().union(*[r.leaves for r in there]),
+                frozenset().union(*[r.states for r in there]),
+                next((r.error for r in self.reached if r.error), ""),
+            )
+        return found
+
+    def by_leaf(self, grads: list[torch.Tensor], part: Reached | None) -> list[torch.Tensor | None]:
+        """Gradients at the places of the inputs and parameters that want one, and that were reached."""
+        if part is None and len(grads) == len(self.grads):
             return grads  # type: ignore[return-value]
         found = iter(grads)
-        return [None if g is None else next(found) for g in self.grads]
+        all_places = [None if g is None else next(found) for g in self.grads]
+        if part is None:
+            return all_places
+        return [g if i in part.leaves else None for i, g in enumerate(all_places)]
 
     def stale(self) -> bool:
         """Whether a scale has to be derived anew, for another recipe than made it: that is done eagerly."""
@@ -211,10 +259,13 @@ class _Pass:
     def differentiable(self) -> bool:
         return self.task.grad and any(y.requires_grad for y in self.outputs)
 
-    def prepare_backward(self) -> None:
+    def prepare_backward(self, only: int | None = None) -> None:
+        """Zeros as the gradients of the outputs (of one output)."""
         self.dys = [
-            torch.zeros_like(y, memory_format=torch.contiguous_format) if y.requires_grad else None
-            for y in self.outputs
+            torch.zeros_like(y, memory_format=torch.contiguous_format)
+            if y.requires_grad and only in (None, i)
+            else None
+            for i, y in enumerate(self.outputs)
         ]
 
     def backward(self) -> list[torch.Tensor]:
@@ -293,7 +344,8 @@ def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for buffer, kept in buffers:
-                    if not torch.equal(buffer, kept):
+                    sparse = buffer.layout is not torch.strided  # torch compares dense ones only
+                    if sparse or not torch.equal(buffer, kept):
                         _put_back(buffer, kept)
 
 
@@ -306,12 +358,67 @@ def _put_back(buffer: torch.Tensor, kept: torch.Tensor) -> None:
         buffer.copy_(kept)
 
 
+def _reach(task: Task, wants: Sequence[bool]) -> tuple[Reached, ...]:
+    """What the gradient of each output reaches: with others missing, eager calls see and give only that."""
+    if not task.grad or sum(wants) < 2:
+        return ()
+    found = []
+    for i, wanted in enumerate(wants):
+        made = _Pass(replace(task, copies=None))
+        if wanted:
+            made.forward()
+            made.prepare_backward(only=i)
+            try:
+                made.backward()
+            except Exception as error:  # noqa: BLE001  (of whatever function is in there)
+                found.append(Reached(error=f"{type(error).__name__}: {error}"))
+                continue
+        leaves = [place for place, g in enumerate(made.grads) if g is not None]
+        found.append(Reached(frozenset(leaves), frozenset(made.seen_back.states)))
+    return tuple(found)
+
+
+def _buffers_of(module: nn.Module) -> list[Slot]:
+    return [
+        (m._buffers, name)
+        for m in module.modules()
+        if not isinstance(m, DelayedState)
+        for name, b in m._buffers.items()
+        if b is not None and b.layout is torch.strided and not b.is_inference()
+    ]
+
+
+def _watch_buffers(task: Task) -> Buffers:
+    """One more forward: which buffers it saves for backward, and which it writes in place."""
+    slots = _buffers_of(task.module)
+    if not slots:
+        return Buffers()
+    saved: set[int] = set()
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if type(x) is torch.Tensor:
+            saved.add(x.untyped_storage()._cdata)
+        return x
+
+    before = [table[name]._version for table, name in slots]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        _Pass(replace(task, copies=None)).forward()
+    read, written = [], []
+    for (table, name), version in zip(slots, before, strict=True):
+        if table[name].untyped_storage()._cdata in saved:
+            read.append((table, name))
+        if table[name]._version != version:
+            written.append((table, name))
+    return Buffers(tuple(read), tuple(written))
+
+
 class Rehearsed(NamedTuple):
     """What passes over a task have shown: scales that were read, each with the maker that it needs to be read from its
-    buffer, and how many states forward and backward observe."""
+    buffer, how many states forward and backward observe, and which outputs have gradients."""
 
     reads: list[tuple[DelayedState, Any]]
     observed: tuple[int, int]
+    wants: tuple[bool, ...]
 
 
 def rehearse(task: Task, times: int) -> Rehearsed:
@@ -322,6 +429,7 @@ def rehearse(task: Task, times: int) -> Rehearsed:
     """
     reads: dict[Any, None] = {}
     observed = 0, 0
+    wants: tuple[bool, ...] = ()
     for _ in range(times):
         made = _Pass(replace(task, copies=None))
         saved, DelayedState.reads = DelayedState.reads, []
@@ -336,8 +444,9 @@ def rehearse(task: Task, times: int) -> Rehearsed:
             DelayedState.reads = saved
         reads |= dict.fromkeys((s, (config, fp8_max)) for s, config, fp8_max in found)
         observed = len(made.seen.states), len(made.seen_back.states)
+        wants = tuple([y.requires_grad for y in made.outputs])
         _refuse_own_regions(task.module, made.region)
-    return Rehearsed(list(reads), observed)
+    return Rehearsed(list(reads), observed, wants)
 
 
 def _refuse_own_regions(module: nn.Module, region: Region) -> None:
@@ -364,7 +473,7 @@ def capture(
     with LOCK, marked(), untouched(task.module, device):
         with twinned(task) as twin, engine.apart(device):
             versions = [x._version for x in twin.inputs]
-            reads, observed = rehearse(twin, warmup)
+            reads, observed, wants = rehearse(twin, warmup)
             if versions != [x._version for x in twin.inputs]:
                 raise PlanError(
                     f"{type(task.module).__name__} writes an input in place; a replay would write the graph's copy of "
@@ -373,6 +482,7 @@ def capture(
             if foreign:
                 with engine.strict():  # once more, since modules of others may wait for the device
                     rehearse(twin, 1)
+            reached, buffers = _reach(twin, wants), _watch_buffers(twin)
         if any(s.maker is not None and s.maker != maker for s, maker in reads):
             return None
         with _no_gc(), _located(task.module), twinned(task) as twin:
@@ -398,6 +508,8 @@ def capture(
         grads=made.grads,
         seen_back=made.seen_back,
         copies=task.copies,
+        reached=reached,
+        buffers=buffers,
     )
     made.outputs = []
     return pair

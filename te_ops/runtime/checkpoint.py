@@ -51,6 +51,11 @@ def record(op: Op, frame: Frame | None, states: Sequence[Any], grad: bool) -> No
     fields[_USED] = False
 
 
+def unseen(op: Op) -> bool:
+    """Whether no forward of this op ran under a recipe: there is nothing to remember for a recompute."""
+    return _LAST not in op.__dict__
+
+
 def _key(frame: Frame | None) -> Any:
     return None if frame is None else frame.key
 

@@ -165,7 +165,10 @@ def _refuse_second_order(title: str, grads: tuple[Any, ...]) -> tuple[Any, ...]:
 class PlanRunner:
     """A plan bound to one op instance; holds no reference to the root op."""
 
-    def __init__(self, plan: Plan, op: nn.Module) -> None:
+    def __init__(self, plan: Plan, op: nn.Module, *, plain: bool = False) -> None:
+        """`plain`: a call that nobody asks anything else of runs by torch's own function (`te_ops.runtime.plain`)."""
+        self.plain = plain
+        self.direct = False  # whether one has
         modules = dict(op.named_modules())
         del modules[
             ""
@@ -291,6 +294,9 @@ def replay_report(op: nn.Module) -> list[str]:
     for path, module in op.named_modules():
         cache = module.__dict__.get("_te_cache")
         for runner in cache.runners.values() if cache is not None else ():
+            if runner.direct:
+                lines.append(f"{join_path(path, runner.plan.title)}: torch's own linear")
+                continue
             for part in runner.runners:
                 if isinstance(part, SegmentRunner):
                     where = f"{join_path(path, part.title)}, {part.segment.name}"

@@ -27,6 +27,7 @@ from te_ops.op import Op
 from te_ops.registry import REGISTRY
 from te_ops.runtime import capture as cap
 from te_ops.runtime import engines
+from te_ops.runtime.alike import Alike, alike, form
 from te_ops.runtime.cache import run_eagerly
 from te_ops.runtime.checkpoint import REPLAY, record
 from te_ops.runtime.frozen import FrozenWeights, Promise, check, microbatch, promise_of
@@ -139,7 +140,10 @@ class Graphs:
         self.lanes: dict[torch.device, list[_Lane]] = {}
         self.met: OrderedDict[Any, int] = OrderedDict()
         self.watched: Watched | None = None
-        self.values: list[Any] = []  # what the key of the last call was made of
+        # What the key of the last call was made of, and the comparison with its tensors.
+        self.values: list[Any] = []
+        self.forms: list[Any] = []
+        self.alike: Alike = alike([])
         self.last = Key(())  # it hashes once
         self.recent: _Found | None = None  # of the last call, outside of a scope of frozen weights
         self.lock = threading.RLock()
@@ -183,7 +187,7 @@ class Graphs:
         if not xs:
             return xs, None
         engine = engines.ENGINES.get(xs[0].device.type)
-        if engine is None or _eager(engine, xs):
+        if engine is None or _eager(engine) or (tree is not None and not all(map(_dense, xs))):
             return xs, None
         watched = self.watched
         if watched is None or watched.outdated():
@@ -255,7 +259,7 @@ class Graphs:
         tree: Any,
         watched: Watched,
     ) -> Key:
-        frame = FRAME.get()
+        frame, held = FRAME.get(), watched.held()
         kind = xs[0].device.type
         value: list[Any] = [
             None if frame is None else frame.key,
@@ -267,13 +271,19 @@ class Graphs:
             REGISTRY.version,
             passes.version,
             tree,
-            *map(_values, xs),
-            *watched.now(module),
+            len(xs),
+            *watched.now(module, held),
         ]
         if tree is not None:
             value += [_value(x) for x in leaves if not isinstance(x, torch.Tensor)]
-        if self.values != value:
-            self.values, self.last = value, Key(tuple(value))
+        same = value == self.values
+        if same and self.alike(*xs, *held):
+            return self.last
+        forms = [*map(_values, xs), *map(form, held)]
+        if not same or forms != self.forms:
+            self.values, self.forms = value, forms
+            self.last = Key((*value, *forms))
+        self.alike = alike([*xs, *held])
         return self.last
 
     def _lane(self, device: torch.device) -> _Lane | None:
@@ -398,7 +408,12 @@ def _flat(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], A
     return leaves, tree
 
 
-def _eager(engine: engines.Engine, xs: Sequence[torch.Tensor]) -> bool:
+def _dense(x: torch.Tensor) -> bool:
+    """Whether it is no tensor of a class of its own."""
+    return type(x) is torch.Tensor or isinstance(x, nn.Parameter)
+
+
+def _eager(engine: engines.Engine) -> bool:
     """Whether a call has to run eagerly: inside another recording, a recompute, a checkpoint or offloading."""
     return (
         RECORDING.get()
@@ -406,7 +421,6 @@ def _eager(engine: engines.Engine, xs: Sequence[torch.Tensor]) -> bool:
         or REPLAY.get() is not None
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or engine.capturing()
-        or any([type(x) is not torch.Tensor and not isinstance(x, nn.Parameter) for x in xs])  # noqa: C419  (a generator costs more)
     )
 
 
@@ -450,6 +464,7 @@ class Graphed(nn.Module):
     def capture(self, *args: Any, **kwargs: Any) -> bool:
         """Capture the signature of this call, in the modes and under the recipe in force; nothing is changed by it.
 
+        States of delayed scaling that a first forward would make are there afterwards, fresh.
         Returns whether there is a graph for it now: on a device without CUDA graphs there never is.
         """
         graphs: Graphs = self.__dict__["_graphs"]

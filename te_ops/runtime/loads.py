@@ -66,18 +66,19 @@ class Places:
 
     def find(self, op: nn.Module | None, device: torch.device) -> tuple[DelayedState, ...]:
         """The states, made or moved to the device where needed; the same tuple as long as they are the same."""
-        last, root = self.last, op
-        made: list[Any] = []
+        last = self.last
         try:
-            for module, operand, _ in self.wanted:
-                tree: Any = (root if module is None else module)._modules["quantizer"]  # type: ignore[union-attr]
-                made.append(tree._modules[KIND]._modules[operand])
-            found = tuple(made)
-            if found == last and all([s._buffers["scale"].device == device for s in found]):  # noqa: C419  (a generator costs more)
+            for (module, operand, _), state in zip(self.wanted, last, strict=True):
+                tree: Any = (op if module is None else module)._modules["quantizer"]  # type: ignore[union-attr]
+                if tree._modules[KIND]._modules[operand] is not state:
+                    break
+                if state.__dict__["_buffers"]["scale"].device != device:
+                    break
+            else:
                 return last
-        except (AttributeError, KeyError):
+        except (AttributeError, KeyError, ValueError):
             pass
-        made = []  # some are missing, or elsewhere
+        made: list[Any] = []  # some are missing, others, or elsewhere
         for module, operand, length in self.wanted:
             owner = op if module is None else module
             assert owner is not None

@@ -80,6 +80,7 @@ class Tape:
         device: where it runs.
         operations: the issue, and where its words lie.
         constants: words that are the same at every call, by place.
+        blocks: bytes of the small numbers that are cleared or observed, of what backward needs, and of temporaries.
         uses: for every base (operands, numbers, block, arena, fresh results) the places of its addresses, with offsets.
         fresh: tensors like the fresh results.
         results: how each result is given.

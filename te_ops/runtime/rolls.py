@@ -145,13 +145,17 @@ class Batch:
                 self.rolls.amaxes = [bases[i] + offset for i, offset in self.cells]
                 self.bases = bases
             update(self.device, self.rolls)
-        _increment_versions(buffers)
+        try:
+            _increment(buffers)
+        except RuntimeError:
+            _increment_versions(buffers)
         for fields in self.fields:
             fields["version"] += 1
         return True
 
 
 _place = torch.Tensor.data_ptr
+_increment = torch._C._increment_version
 _items = dict.values
 _maker = itemgetter("maker")
 MOST_BATCHES = 16  # that begin with one sheet
@@ -159,7 +163,7 @@ MOST_BATCHES = 16  # that begin with one sheet
 
 def again(found: Sequence[Handed]) -> bool:
     """Roll states whose sheets were committed together before; False for others."""
-    batch = found[0].sheet.batches.get(_key(found))
+    batch = found[0].sheet.batches.get(() if len(found) == 1 else _key(found))
     return batch is not None and batch.roll(found)
 
 
@@ -178,7 +182,7 @@ def remember(found: Sequence[Handed]) -> None:
 
 def _key(found: Sequence[Handed]) -> tuple[int, ...]:
     """Which sheets come after the first, whose batches are looked up."""
-    return tuple([id(handed.sheet) for handed in found[1:]]) if len(found) > 1 else ()
+    return tuple([id(handed.sheet) for handed in found[1:]])
 
 
 def roll_on_device(observed: dict[DelayedState, Observation]) -> dict[DelayedState, Observation]:
@@ -262,10 +266,8 @@ def _current(formula: Formula | None, seen: Observation | Seen, maker: Any) -> b
 
 
 def _increment_versions(written: list[torch.Tensor]) -> None:
-    try:
-        torch._C._increment_version(written)
-    except RuntimeError:  # a tensor of inference mode has none
-        torch._C._increment_version([t for t in written if not t.is_inference()])
+    """Of all that have one: a tensor of inference mode has none."""
+    _increment([t for t in written if not t.is_inference()])
 
 
 def _addresses(seen: Observation, device: torch.device) -> list[int] | None:

@@ -157,15 +157,15 @@ class SegmentRunner:
             made = self._launch(call, [entry(x) for x in operands], save)
         for i in self.segment.copies:
             made.outs[i] = made.outs[i].clone()
-        if self.writes and call.region is not None:
-            self._write(call, made)
+        if self.writes and call.region is not None:  # what is written if the whole call succeeds
+            if self.observed:
+                call.done.append(partial(self._observe, call, made.cells))
+            if self.updates:
+                self._update(call, made.updates)
         return made
 
-    def _write(self, call: Call, made: Made) -> None:
-        """What is written if the whole call succeeds."""
-        if self.observed:
-            call.done.append(partial(self._observe, call, made.cells))
-        for (module, name, _, rule), value in zip(self.updates, made.updates, strict=True):
+    def _update(self, call: Call, values: Sequence[Any]) -> None:
+        for (module, name, _, rule), value in zip(self.updates, values, strict=True):
             call.done.append(partial(update, root_of(call, module), name, value, rule))
 
     def _observe(self, call: Call, cells: Any) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from te_ops.compiler.work import STATE_PREFIX
-from te_ops.context import Observed, Region
+from te_ops.context import Observed
 from te_ops.errors import RecipeError
 from te_ops.graph import Phase
 from te_ops.op import Op
@@ -59,7 +59,6 @@ __all__ = [
     "Sheet",
     "by_state",
     "commit",
-    "commit_region",
     "load_state",
     "make_state",
     "observe",
@@ -112,7 +111,8 @@ class DelayedState(nn.Module):
         if not self.version and not any(f"{prefix}{name}" in state_dict for name in self._buffers):
             return  # no step has touched it: a module that was not prepared would not have it either
         history = state_dict.get(f"{prefix}amax_history")
-        if history is not None and history.shape != self.amax_history.shape:
+        known = self.amax_history.shape
+        if history is not None and history.dim() == 1 and len(history) and history.shape != known:
             self.amax_history = torch.zeros(
                 history.shape, dtype=torch.float32, device=self.scale.device
             )
@@ -239,7 +239,7 @@ def load_state(op: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         if key.startswith(start) and key.endswith(".amax_history"):
             operand = key[len(start) : -len(".amax_history")]
             if "." not in operand:
-                make_state(op, operand, int(state_dict[key].numel()))
+                make_state(op, operand, max(1, int(state_dict[key].numel())))
 
 
 def prepare(model: nn.Module, recipe: Recipe) -> nn.Module:
@@ -269,16 +269,14 @@ def prepare(model: nn.Module, recipe: Recipe) -> nn.Module:
 # -- observation and commit
 
 
-def commit_region(region: Region) -> None:
-    """Exit of the outermost autocast: every observed forward state rolls once."""
-    settle(region.observed, region.groups)
-
-
 _reduces = attrgetter("sheet.reduces")
 
 
 def settle(observed: Observed, groups: Iterable[Any] = ()) -> None:
-    """Roll every state that was observed, once. Sheets that come together again find everything prepared."""
+    """Roll every state that was observed, once: at the exit of the outermost autocast, and at the end of a backward.
+
+    Sheets that come together again find everything prepared.
+    """
     sheets = observed.sheets
     if not sheets or observed.by_state or groups or True in map(_reduces, sheets):
         commit(by_state(observed), groups)
@@ -392,10 +390,13 @@ class BackwardCommit:
         """A recompute inside a backward: what its own (nested) backward observes belongs to the outer one."""
         task = torch._C._current_graph_task_id()
         with cls._lock:
-            cls._open(cls._roots.get(task, task))
+            cls._into(task, cls._roots.get(task, task))
 
     @classmethod
-    def _open(cls, root: int) -> Observed:
+    def _into(cls, task: int, root: int) -> Observed:
+        """Where observations of a backward go whose outermost one is `root`. The lock is held."""
+        if root != task:
+            cls._roots[task] = root
         found = cls._pending.get(root)
         if found is None:
             found = cls._pending[root] = Observed()
@@ -415,26 +416,20 @@ class BackwardCommit:
             settle(observed)
 
     @classmethod
-    def _into(cls, outer: int) -> Observed:
-        """Where observations of the current backward go. The lock is held."""
-        task = torch._C._current_graph_task_id()
-        root = task if outer == -1 else cls._roots.get(outer, outer)
-        if root != task:
-            cls._roots[task] = root
-        return cls._open(root)
-
-    @classmethod
     def observe(
         cls, outer: int, found: Iterable[tuple[DelayedState, torch.Tensor | Cell, Seen]]
     ) -> None:
         """Add observations of the current backward; `outer` is the one that its forward ran in, or -1."""
+        task = torch._C._current_graph_task_id()
         with cls._lock:
-            into = cls._into(outer)
+            into = cls._into(task, task if outer == -1 else cls._roots.get(outer, outer))
             for state, amax, seen in found:
                 observe(into, state, amax, seen)
 
     @classmethod
     def observe_sheet(cls, outer: int, handed: Handed) -> None:
         """As `observe`, for all observations of a call at once."""
+        task = torch._C._current_graph_task_id()
         with cls._lock:
-            observe_sheet(cls._into(outer), handed)
+            root = task if outer == -1 else cls._roots.get(outer, outer)
+            observe_sheet(cls._into(task, root), handed)

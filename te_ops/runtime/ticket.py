@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 
 from te_ops.context import Frame
 from te_ops.errors import PlanError
@@ -37,7 +38,7 @@ class Ticket:
         self.group = frame.group if frame is not None else None
         self.done = False
         self.seen: Handed | None = None
-        # What backward reads in place, and how often each was written when the forward ran.
+        # What backward reads in place (buffers behind parameters), and how often each was written when the forward ran.
         self.parameters: Sequence[torch.Tensor] = ()
         self.versions: list[int] = []
 
@@ -48,6 +49,8 @@ class Ticket:
             outputs = self._replay(pair.forward, xs, pair.rooms, pair.outputs, pair.seen)
             if pair.seen.states:
                 self.seen = pair.seen.hand(self.group)
+        if pair.buffers.written:
+            increment_version(tensors_of(pair.buffers.written))
         return outputs
 
     def backward(self, dys: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -59,19 +62,26 @@ class Ticket:
                 "what the forward saved. Call the module itself where retain_graph=True is needed"
             )
         assert pair.backward is not None
+        part = pair.part(dys) if pair.reached else None
+        if part is not None and part.error:
+            raise PlanError(
+                f"{self.owner.title}: an output has no gradient, and a backward of some outputs alone raises "
+                f"({part.error}); give each a gradient, or call the module itself"
+            )
+        states = None if part is None else part.states
         seen = None
         with pair.engine.turn(pair.device):
             grads = self._replay(
                 pair.backward, pair.given(dys), pair.rooms_back, pair.made, pair.seen_back
             )
-            if pair.seen_back.states:
-                seen = pair.seen_back.hand(self.group)
+            if pair.seen_back.states if states is None else states:
+                seen = pair.seen_back.hand(self.group, states)
         self.done = True
         if seen is not None:
             BackwardCommit.observe_sheet(-1, seen)
         for ref, _ in pair.roots:
             used(ref())
-        return pair.by_leaf(grads)
+        return pair.by_leaf(grads, part)
 
     def _replay(
         self,
@@ -102,6 +112,8 @@ class _GraphedNode(torch.autograd.Function):
         outputs = ticket.forward(tensors[:inputs])
         ctx.ticket = ticket
         ticket.parameters = tensors[inputs:]
+        if ticket.pair.buffers.read:
+            ticket.parameters = (*ticket.parameters, *tensors_of(ticket.pair.buffers.read))
         ticket.versions = versions_of(ticket.parameters)
         ctx.set_materialize_grads(False)
         if not ticket.pair.differentiable:
@@ -115,14 +127,19 @@ class _GraphedNode(torch.autograd.Function):
         ticket: Ticket = ctx.ticket
         if versions_of(ticket.parameters) != ticket.versions:
             raise PlanError(
-                f"{ticket.owner.title}: a parameter has been changed in place since the forward, and the graph of "
-                "the backward reads it where it is; step the optimizer after the backward"
+                f"{ticket.owner.title}: a parameter or a buffer has been changed in place since the forward, and the "
+                "graph of the backward reads it where it is; step the optimizer, and write buffers, after the backward"
             )
         if not torch.is_grad_enabled():
             return (None, None, *ticket.backward(dys))
         with torch.no_grad():
             grads = tuple(ticket.backward(dys))
         return (None, None, *_refuse_second_order(ticket.owner.title, grads))
+
+
+def tensors_of(slots: Sequence[cap.Slot]) -> list[torch.Tensor]:
+    """The buffers that are there now."""
+    return [table[name] for table, name in slots]
 
 
 _version = attrgetter("_version")

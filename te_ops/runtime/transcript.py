@@ -132,6 +132,7 @@ class _Builder:
         self.starts = [a.start for a in self.allocations]
         count = len(operands)
         self.numbers, self.block, self.arena = count, count + 1, count + 2
+        self.start = 0  # of the small numbers
         self.fresh: list[Tensor] = []
 
     def build(self) -> Tape:
@@ -143,6 +144,8 @@ class _Builder:
         if block + arena > LIMIT:
             raise NotRecorded(f"saved values and temporaries take {(block + arena) >> 20} MiB")
         layout, carriers = self._layout()
+        if not (self.wanted.observed or self.numbers in carriers):
+            numbers, arena = 0, self._join(numbers, arena)
         operations = self._operations()
         bases = self.arena + 1 + len(self.fresh)
         uses: list[list[tuple[int, int]]] = [[] for _ in range(bases)]
@@ -269,6 +272,7 @@ class _Builder:
         others = [
             a for a in self.allocations if id(a) in observed and not a.cleared and self._small(a)
         ]
+        self.at_once = frozenset(map(id, cleared))
         self.cleared = _in_order(cleared, self.numbers, 0)
         return _in_order(others, self.numbers, self.cleared)
 
@@ -300,17 +304,25 @@ class _Builder:
             size = max(size, _up(at + own.bytes))
         return size
 
+    def _join(self, numbers: int, arena: int) -> int:
+        """Small numbers that nobody gets are temporaries: behind these, and their size with them."""
+        for own in self.allocations:
+            if own.base == self.numbers:
+                own.base, own.offset = self.arena, arena + own.offset
+        self.numbers, self.start = self.arena, arena
+        return arena + numbers
+
     def _operations(self) -> list[tuple[Issue, list[int | Source]]]:
         made: list[tuple[Issue, list[int | Source]]] = []
         clear: Issue | None = None
         for i, (issue, words) in enumerate(self.made.issued):
             own = self._own(words[0]) if issue.clears else None
-            if own is not None and own.base == self.numbers and own.first == i:
+            if own is not None and id(own) in self.at_once and own.first == i:
                 clear = issue
                 continue
             made.append((issue, [self._word(w) for w in words]))
         if clear is not None:
-            made.insert(0, (clear, [Source(self.numbers, 0), self.cleared // 4]))
+            made.insert(0, (clear, [Source(self.numbers, self.start), self.cleared // 4]))
         return made
 
     # -- what backward gets

@@ -25,6 +25,7 @@ from te_ops.errors import PlanError
 from te_ops.op import Op
 from te_ops.recipe import Recipe
 from te_ops.registry import REGISTRY
+from te_ops.runtime import plain
 from te_ops.runtime.cache import plan_for
 from te_ops.runtime.disk import locked, own_folder, put
 
@@ -325,6 +326,7 @@ def tune(
                 fresh.setdefault(where, {})[key] = tuned.choice
     for where, choices in fresh.items():
         TABLE.add(where, choices)
+    plain.keep_plans(model)
     REGISTRY.version += 1  # the next call plans anew, with these choices
     return Report(tuple(made))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -70,7 +71,9 @@ class Watched:
 
     def outdated(self) -> bool:
         """Whether an op has announced a change, or a module of others has other children."""
-        return self.epoch != Epoch.now or any([tuple(t.values()) != c for t, c in self.children])  # noqa: C419  (a generator costs more)
+        if self.epoch != Epoch.now:
+            return True
+        return bool(self.children) and any([tuple(t.values()) != c for t, c in self.children])  # noqa: C419  (a generator costs more)
 
     def hooked(self) -> str | None:
         """Where a hook is, since a replay would not run it."""
@@ -85,18 +88,16 @@ class Watched:
         """The dense parameters, as they are now."""
         return [self.params[i][0][self.params[i][1]] for i in self.unique]
 
-    def now(self, module: nn.Module) -> list[Any]:
-        """Everything of the modules that a recorded graph has taken in, as it is now: values that can be a key's."""
-        held: list[Any] = [table.get(name) for table, name in self.places]
+    def held(self) -> list[Any]:
+        """Parameters and buffers as they are now, None for one that is gone."""
+        return [table.get(name) for table, name in self.places]
+
+    def now(self, module: nn.Module, held: Sequence[Any]) -> list[Any]:
+        """What a recorded graph has taken in besides the forms of what is held: values that can be a key's."""
         scales: list[Any] = [table["scale"] for table in self.scales]
         try:  # a scale is one FP32 number, wherever it lies
-            places: list[Any] = [*map(_address, held), *map(_address, scales), *map(_form, held)]
-            places += map(_stride, held)
-        except (
-            AttributeError,
-            RuntimeError,
-            TypeError,
-        ):  # one is gone, or has no storage of its own
+            places: list[Any] = [*map(_address, held), *map(_address, scales)]
+        except (RuntimeError, TypeError):  # one is gone, or has no storage of its own
             places = list(map(_place, (*held, *scales)))
         places += (self.structure, self.modes, module.training, *map(_training, self.foreign))
         if self.scalars:
@@ -112,16 +113,12 @@ def _taken(m: nn.Module) -> Any:
 
 
 _address = torch.Tensor.data_ptr
-_stride = torch.Tensor.stride
-_form = attrgetter("shape", "dtype", "requires_grad")
 _training = attrgetter("training")
 
 
 def _place(t: torch.Tensor | None) -> Any:
-    """Address and kind of a tensor that graphs read in place."""
-    if t is None:
-        return None
+    """Where it lies."""
     try:
-        return t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad
+        return None if t is None else t.data_ptr()
     except RuntimeError:  # no storage of its own
-        return id(t), t.shape, t.stride(), t.dtype, t.requires_grad
+        return id(t)

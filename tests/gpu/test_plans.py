@@ -163,3 +163,27 @@ def test_dropout_and_run_time_numbers() -> None:
     assert torch.equal(made(x), 2 * x)
     by.set(3.0)
     assert torch.equal(made(x), 3 * x)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 33, 128])
+def test_a_small_linear_gives_torchs_bits(bias: bool, rows: int) -> None:
+    """It is torch's own function then, and its own node of autograd; with the references alone it has a plan."""
+    torch.manual_seed(0)
+    ours = te.Linear(96, 72, bias, dtype=torch.bfloat16).cuda()
+    theirs = torch.nn.Linear(96, 72, bias, dtype=torch.bfloat16, device="cuda")
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(rows, 96, dtype=torch.bfloat16, device="cuda")
+    dy = torch.randn(rows, 72, dtype=torch.bfloat16, device="cuda")
+    found = []
+    for op in (ours, theirs):
+        z = x.clone().requires_grad_()
+        y = op(z)
+        found.append([y, *torch.autograd.grad(y, [z, *op.parameters()], dy)])
+    by_torch = "_SegmentNode" not in type(found[0][0].grad_fn).__name__
+    assert by_torch == all(s.kernel.startswith("cublas.") for s in ours.plan(x).forward)
+    for a, b in zip(*found, strict=True):
+        if by_torch:
+            assert torch.equal(a, b)
+        else:
+            assert_close(a, b, rtol=2e-2, atol=2e-2)

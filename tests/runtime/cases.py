@@ -64,6 +64,22 @@ def step(
     return y.detach()
 
 
+def both(
+    pair: tuple[nn.Module, nn.Module], recipe: te.Recipe | None, x: torch.Tensor, seed: int = 0
+) -> None:
+    """One step of each on the same data and random numbers, equal in outputs and input gradients."""
+    found = []
+    for model in pair:
+        mine = x.detach().clone().requires_grad_(x.requires_grad)
+        torch.manual_seed(seed)
+        y = step(model, mine, recipe)
+        found.append((y, mine.grad))
+    (y, dx), (y2, dx2) = found
+    assert torch.equal(y, y2)
+    assert (dx is None) == (dx2 is None)
+    assert dx is None or torch.equal(dx, dx2)
+
+
 def twin(model: nn.Module) -> Any:
     """A deep copy without gradients."""
     made = copy.deepcopy(model)

@@ -22,7 +22,8 @@ import te_ops as te
 from te_ops.compiler import passes
 from te_ops.graph import Graph, Value
 from te_ops.registry import REGISTRY, Rule
-from te_ops.runtime.cache import CACHE, MAX_PLANS, WARN_AFTER, alignment, row_class
+from te_ops.runtime.cache import CACHE, MAX_PLANS, WARN_AFTER
+from te_ops.runtime.shapes import alignment, row_class
 from tests.runtime.cases import gradients, mlp
 
 

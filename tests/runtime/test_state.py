@@ -445,6 +445,20 @@ def test_loading_after_a_plan_was_made() -> None:
     assert torch.equal(call(a, X), call(b, X))
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (0,), ()])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_history_that_is_none_does_not_load(shape: tuple[int, ...], used: bool) -> None:
+    op = te.Linear(32, 32)
+    call(op, X).sum().backward()
+    saved = op.state_dict() | {"quantizer.delayed.input.amax_history": torch.zeros(shape)}
+    other = te.Linear(32, 32)
+    if used:
+        call(other, X).sum().backward()
+    with pytest.raises(RuntimeError, match=r"size mismatch for .*input\.amax_history"):
+        other.load_state_dict(saved)
+    call(other, X).sum().backward()
+
+
 def test_prepare_creates_everything_before_the_first_forward() -> None:
     model = te.prepare(te.Sequential(te.Linear(32, 32)), RECIPE)
     names = set(model.state_dict())

@@ -128,6 +128,37 @@ def test_cleared_words_are_cleared_together_and_first() -> None:
     assert use.seen[1][1][1] == numbers.data_ptr() + offset
 
 
+def test_cleared_words_that_nobody_gets_lie_behind_the_temporaries() -> None:
+    amax, early, late = bytes_(4), bytes_(300), torch.empty(8)
+    clear, use = Note("clear", clears=True), Note("use")
+    recording_ = made(
+        (use, (early,)),
+        (clear, (amax, 1)),
+        (use, (early, amax)),
+        (clear, (late, 8)),
+        allocations=[amax, early, late],
+    )
+    tape = build(recording_, [], Wanted([]), CPU)
+    result = run(tape)
+    assert tape.blocks == (0, 0, 4 * ALIGN)
+    assert result.numbers is None
+    start = use.seen[0][1][0]
+    assert clear.seen[0][1] == [start + 2 * ALIGN, 2 * ALIGN // 4]
+    assert use.seen[1][1][0] == start
+    assert use.seen[1][1][1] - start in (2 * ALIGN, 3 * ALIGN)  # they lie in the order of addresses
+    assert len(clear.seen) == 1
+
+
+def test_cleared_words_that_are_saved_stay_a_tensor() -> None:
+    amax = torch.empty(1)
+    note, clear = Note("use"), Note("clear", clears=True)
+    made_ = made((clear, (amax, 1)), (note, (amax,)), allocations=[amax])
+    tape = build(made_, [], Wanted([], saved=[amax]), CPU)
+    assert tape.blocks == (ALIGN, 0, 0)
+    (carrier,) = run(tape).carriers
+    assert note.seen[0][1] == [carrier.data_ptr()]
+
+
 def test_saved_values_lie_in_one_block_and_operands_stay_what_they_are() -> None:
     x, y, saved = torch.randn(4, 4), torch.empty(4, 4), torch.empty(4, 8, dtype=torch.bfloat16)
     part = saved[1:3]
