@@ -6,6 +6,21 @@ import os
 
 from te_ops.errors import Error
 
+KNOWN = (
+    "AOT_DIR",
+    "BLOCK_GEMM",
+    "CHECK_FROZEN",
+    "CUDA_CACHE",
+    "CUDNN_WHOLE",
+    "CUTLASS",
+    "CUTLASS_CACHE",
+    "JIT",
+    "JIT_WORKERS",
+    "PLAN_CACHE",
+    "TUNE_CACHE",
+)
+"""Every `TE_OPS_<name>` that is read; the guide has them all."""
+
 
 def flag(name: str, default: bool) -> bool:
     """`TE_OPS_<name>` as a switch: 0, false, off and no are False."""
@@ -54,3 +69,8 @@ def environment(**changes: str) -> dict[str, str]:
 def variables() -> dict[str, str]:
     """Every TE_OPS_ variable that is set, for `te-ops info`."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith("TE_OPS_")}
+
+
+def unknown() -> list[str]:
+    """Variables that are set and that nothing reads: spelled wrong, or of another version."""
+    return [name for name in variables() if name.removeprefix("TE_OPS_") not in KNOWN]

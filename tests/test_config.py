@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 
 from te_ops import config
 from te_ops.errors import Error
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_variable_is_known_and_in_the_guide() -> None:
+    read = re.compile(
+        r"\b(?:flag|text|number|choice|own_folder)\(\s*\"([A-Z_]+)\"|\"TE_OPS_([A-Z_]+)\""
+    )
+    code = "\n".join(path.read_text() for path in (ROOT / "te_ops").rglob("*.py"))
+    assert {name for pair in read.findall(code) for name in pair if name} == set(config.KNOWN)
+    guide = "\n".join(path.read_text() for path in (ROOT / "docs" / "guide").glob("*.md"))
+    assert not [
+        name
+        for name in config.KNOWN
+        if f"TE_OPS_{name}`" not in guide and f"TE_OPS_{name}=" not in guide
+    ]
 
 
 def test_words(monkeypatch: pytest.MonkeyPatch) -> None:

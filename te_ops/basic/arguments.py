@@ -65,9 +65,8 @@ def number(
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise PlanError(f"{op}: {name} must be a number, got {value!r}")
     if not (math.isfinite(value) and low <= value <= high):
-        raise PlanError(
-            f"{op}: {name} must be finite and within [{low:g}, {high:g}], got {value!r}"
-        )
+        rule = "" if (low, high) == (-math.inf, math.inf) else f" and within [{low:g}, {high:g}]"
+        raise PlanError(f"{op}: {name} must be finite{rule}, got {value!r}")
     return float(value)
 
 
@@ -115,8 +114,8 @@ def indices(name: str, spec: Spec) -> None:
 
 
 def checked_here(values: torch.Tensor) -> bool:
-    """Whether values can be looked at without a wait: a bad index is then an error."""
-    return values.device.type == "cpu"
+    """Whether values can be looked at without a wait: a bad index is then an error. In a trace by torch.export: no."""
+    return values.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def on_host(values: torch.Tensor) -> list[Any]:

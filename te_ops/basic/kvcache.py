@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_ops.basic.arguments import FLOATS, INDICES, on_host, positive_int, show
+from te_ops.basic.arguments import FLOATS, INDICES, integer, on_host, positive_int, show
 from te_ops.basic.rope import SEQUENCE_AXIS
 from te_ops.errors import PlanError, ShapeError
 from te_ops.graph import Graph, Node, Spec, Value, gradient, prim, require
@@ -334,11 +334,14 @@ class KVCache(Op):
             pages = -(-self.max_sequence_length // self.page_size)
             table = torch.zeros((max_batch_size, pages), dtype=torch.int64, device=device)
             self.register_buffer("page_table", table, persistent=False)
+        if self.window is not None:
+            self.register_buffer("reached", torch.zeros_like(lengths), persistent=False)
 
     k: torch.Tensor
     v: torch.Tensor
     lengths: torch.Tensor
     page_table: torch.Tensor
+    reached: torch.Tensor  # of a ring: the greatest length before a truncation
 
     def _storage(self, total_num_pages: int | None) -> tuple[int, int]:
         """First two sizes of the storage."""
@@ -462,9 +465,9 @@ class KVCache(Op):
     # -- edits between calls
 
     def _entries(self, values: int | Sequence[int] | torch.Tensor) -> list[int]:
-        listed = (
-            [values] * self.max_batch_size if isinstance(values, int) else list(map(int, values))
-        )
+        given = values.tolist() if hasattr(values, "tolist") else values  # of torch or numpy
+        each = given if isinstance(given, Sequence) else [given] * self.max_batch_size
+        listed = [integer("KVCache", "a number of a sequence", value) for value in each]
         if len(listed) != self.max_batch_size:
             raise ShapeError(f"KVCache: {len(listed)} numbers for {self.max_batch_size} sequences")
         return listed
@@ -474,18 +477,28 @@ class KVCache(Op):
 
         Raises:
             ShapeError: a length is negative or more than there is; or, of a ring, so far back that
-                the window before it is gone.
+                the window before it is gone: `rollback` counts from the most tokens there were.
         """
         wanted, held = self._entries(lengths), self.lengths.tolist()
         for e, (new, old) in enumerate(zip(wanted, held, strict=True)):
             if not 0 <= new <= old:
                 raise ShapeError(f"KVCache: sequence {e} has {old} tokens, it cannot have {new}")
-            if self.window is not None and new not in (0, old) and new < old - self.rollback:
-                raise ShapeError(
-                    f"KVCache: sequence {e} has {old} tokens and a ring with rollback="
-                    f"{self.rollback}: it cannot go back to {new}"
-                )
+        if self.window is not None:
+            self._keep_window(wanted, held)
         self.lengths.copy_(torch.tensor(wanted, dtype=torch.int64))
+
+    def _keep_window(self, wanted: Sequence[int], held: Sequence[int]) -> None:
+        """Refuse lengths whose window a ring has written over, and note how far it had come."""
+        reached = [max(pair) for pair in zip(self.reached.tolist(), held, strict=True)]
+        for e, (new, old, most) in enumerate(zip(wanted, held, reached, strict=True)):
+            if new not in (0, old) and new < most - self.rollback:
+                had = f"has {old} tokens" if most == old else f"has {old} tokens, had {most},"
+                raise ShapeError(
+                    f"KVCache: sequence {e} {had} and a ring with rollback={self.rollback}: it "
+                    f"cannot go back to {new}"
+                )
+        kept = [most if new else 0 for new, most in zip(wanted, reached, strict=True)]
+        self.reached.copy_(torch.tensor(kept, dtype=torch.int64))
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -502,8 +515,9 @@ class KVCache(Op):
             if not 0 <= i < self.max_batch_size:
                 raise ShapeError(f"KVCache: there is no sequence {i} of {self.max_batch_size}")
         picked = torch.tensor(order, device=self.lengths.device)
-        moved = ["lengths", "page_table"] if self.page_size is not None else ["lengths", "k", "v"]
-        for name in moved:
+        moved = ["page_table"] if self.page_size is not None else ["k", "v"]
+        moved += ["reached"] if self.window is not None else []
+        for name in ("lengths", *moved):
             store: torch.Tensor = getattr(self, name)
             store.copy_(store[picked])
 

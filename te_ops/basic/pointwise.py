@@ -347,12 +347,8 @@ class PointwiseOp(Op):
                 shapes.append("value")
             else:
                 arguments[name] = value
-        outs = type(self).function(*leaves, **arguments)
-        outs = tuple(
-            o if isinstance(o, Expr) else Const(float(o))
-            for o in (outs if isinstance(outs, tuple) else (outs,))
-        )
-        fn = Fn(type(self).__name__, tuple(shapes), outs)
+        out = type(self).function(*leaves, **arguments)
+        fn = Fn(type(self).__name__, tuple(shapes), out)
         return pointwise(
             g, fn, *values, dtype=dtype, broadcast=tuple(kinds), interleave=self.interleave
         )

@@ -353,9 +353,9 @@ class RoPE(Op):
         self.start_position = start_position
         self.qkv_format: Layout = qkv_format
         self.positions: PositionsFrom = positions
+        scaling_of(rope_scaling, self.base)  # refuses wrong values now
         self.rope_scaling = None if rope_scaling is None else dict(rope_scaling)
         self._check_positions()
-        scaling_of(self.rope_scaling, self.base)  # refuses wrong values now
 
     def _check_positions(self) -> None:
         if self.positions not in _POSITIONS:

@@ -63,6 +63,8 @@ def scaling_of(given: Mapping[str, Any] | None, base: float) -> Scaling | None:
     """
     if given is None:
         return None
+    if not isinstance(given, Mapping):
+        raise PlanError(f"RoPE: rope_scaling must be a dictionary or None, got {given!r}")
     items = dict(given)
     kind = next((items[name] for name in _NAMES if name in items), None)
     if kind not in _KEYS:

@@ -262,7 +262,7 @@ def _parts(table: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return table._parts
 
 
-def _runs_infer(mask: Spec) -> tuple[Spec, Spec]:
+def _runs_infer(mask: Spec, *length: Spec, rows: int | None) -> tuple[Spec, Spec]:
     middle = len(mask.shape) == 4
     require(
         mask.dtype is torch.bool and len(mask.shape) in (2, 4),
@@ -274,20 +274,36 @@ def _runs_infer(mask: Spec) -> tuple[Spec, Spec]:
         all(size == 1 for size in static),
         f"a padding mask must be [b, s] or [b, 1, 1, s], got {show(mask.shape)}",
     )
+    if rows is not None and type(mask.shape[-1]) is int:
+        _same_rows(mask.shape, rows)
     return (Spec((mask.shape[0],), torch.int64),) * 2
 
 
+def _same_rows(mask: Sequence[int], rows: int) -> None:
+    require(
+        mask[-1] == rows,
+        f"a padding mask of {rows} positions must be [b, {rows}] or [b, 1, 1, {rows}], got {show(mask)}",
+    )
+
+
 @prim("mask_runs", infer=_runs_infer, n_out=2, differentiable=False)
-def MASK_RUNS(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def MASK_RUNS(
+    mask: torch.Tensor, *length: tuple[int, ...], rows: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(start, length) of the run of positions that a padding mask [b, s] or [b, 1, 1, s] leaves.
 
+    How many positions there are is `length` where it differs from call to call, else `rows`.
+
     Raises:
-        ShapeError: on the CPU, a row leaves more than one run.
+        ShapeError: the mask has another number of positions; on the CPU, a row leaves more than one run.
     """
     require(
         mask.dim() == 2 or tuple(mask.shape[1:3]) == (1, 1),
         f"a padding mask must be [b, s] or [b, 1, 1, s], got {show(mask.shape)}",
     )
+    for size in length[0] if length else (rows,):
+        if size is not None:
+            _same_rows(mask.shape, size)
     keep = ~mask.reshape(mask.shape[0], mask.shape[-1])
     lens = keep.sum(1)
     if not keep.shape[1]:
@@ -312,8 +328,10 @@ def packed_parts(g: Graph, table: Value, *, own: bool) -> dict[str, Value]:
     return parts
 
 
-def padding_parts(g: Graph, side: str, padding: Value) -> dict[str, Value]:
+def padding_parts(g: Graph, side: str, padding: Value, rows: tuple[Value, int]) -> dict[str, Value]:
     """Starts and lengths of one side, from a bool mask or from int lengths [b] (right padding).
+
+    `rows` is the tensor that is padded, and the axis of its positions.
 
     Raises:
         ShapeError: it is neither.
@@ -326,7 +344,11 @@ def padding_parts(g: Graph, side: str, padding: Value) -> dict[str, Value]:
         f"padding must be a bool mask (True = padding) or int lengths [b], got {spec.dtype} "
         f"{show(spec.shape)}",
     )
-    starts, lens = g.calls(MASK_RUNS, padding)
+    size = g.spec(rows[0]).shape[rows[1]]
+    # A size that the plan fixes is an attribute: layers then share one step, whatever their tensors are.
+    fixed = type(size) is int
+    varies = [] if fixed else [g.dim(*rows)]
+    starts, lens = g.calls(MASK_RUNS, padding, *varies, rows=size if fixed else None)
     return {f"{side}_starts": starts, f"{side}_lens": lens}
 
 

@@ -62,8 +62,11 @@ def rest(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
         PlanError: one of the table asks for something.
     """
     left = dict(given)
+    # Those of the whole layer are on by default there, and say nothing without the switch of all of them.
+    idle: tuple[Any, ...] = (False, None)
+    idle += (True,) if op == "TransformerLayer" and not given.get("ub_tp_comm_overlap") else ()
     for name, value in given.items():
-        refusal = _Refusal((False, None), _OVERLAP) if name.startswith("ub_") else None
+        refusal = _Refusal(idle, _OVERLAP) if name.startswith("ub_") else None
         refusal = _TABLE.get(name, refusal)
         if refusal is None:
             continue

@@ -149,12 +149,13 @@ def _peers(text: str | None) -> tuple[str, ...] | None:
 def _listing() -> str:
     names = ("attention", "data", "fused", "peers", "streams")
     attention, data, fused, peers, streams = (suite(n) for n in names)
-    lines = ["cases"]
-    lines += [f"  {c.name:<30}{c.about}, {c.rows} rows" for c in data.CASES]
-    lines += [f"  {s.name:<30}{s.about}, {s.rows} x {s.columns}" for s in data.STREAMS]
-    lines += [f"  {c.name:<30}{c.about}" for c in (*fused.CASES, *attention.CASES)]
+    cases = [(c.name, f"{c.about}, {c.rows} rows") for c in data.CASES]
+    cases += [(s.name, f"{s.about}, {s.rows} x {s.columns}") for s in data.STREAMS]
+    cases += [(c.name, c.about) for c in (*fused.CASES, *attention.CASES)]
     presets = {**data.PRESETS, "fused": fused.CASES, "attention": attention.CASES}
-    lines += ["presets", *(f"  {name:<30}{len(cases)} cases" for name, cases in presets.items())]
+    wide = max(len(name) for name in (*presets, *(name for name, _ in cases))) + 2
+    lines = ["cases", *(f"  {name:<{wide}}{about}" for name, about in cases)]
+    lines += ["presets", *(f"  {name:<{wide}}{len(held)} cases" for name, held in presets.items())]
     lines += ["recipes", "  " + ", ".join(data.RECIPES)]
     lines += ["providers of pipelines (* only when named)"]
     lines += ["  " + ", ".join(p.name + "*" * p.extra for p in peers.PROVIDERS)]

@@ -83,6 +83,7 @@ def collect() -> dict[str, Any]:
         "measured": {place: len(found) for place, found in shipped().items()},
         "plugins": dict(registry.PLUGINS),
         "variables": config.variables(),
+        "unknown variables": config.unknown(),
     }
 
 
@@ -177,6 +178,8 @@ def _show(found: dict[str, Any]) -> None:
     for title, items in (("Plugins", found["plugins"]), ("Variables", found["variables"])):
         shown = ", ".join(f"{k}: {v or 'loaded'}" for k, v in items.items())
         console.print(f"{title}: {shown or 'none'}")
+    if found["unknown variables"]:
+        console.print(f"  not read by this version: {', '.join(found['unknown variables'])}")
 
 
 def _where(cache: dict[str, Any]) -> str:

@@ -15,6 +15,8 @@ from te_ops.graph import Graph, Value
 from te_ops.layers.parts import Init, Normalization, linear, norm, outputs, qk_norm
 from te_ops.op import Op
 
+Order = Literal["interleaved", "stacked", "separate"]
+
 
 class DotProductAttention(Op):
     """te.Attention on q, k and v [s, b, heads, d] that returns merged heads [s, b, heads * d].
@@ -81,7 +83,8 @@ class MultiheadAttention(Op):
     """proj(attention(qkv(norm(x)))), planned as one: heads are slices of the projection, not copies.
 
     The fused parameter `qkv.weight` is [Q | K | V]; cross attention has `query` and, on the second
-    input, `key_value` [K | V].
+    input, `key_value` [K | V]. With `memory_projected` set to True the second input is what
+    `key_value` made of it: generation does that once a sequence, and not with every token.
 
     Args:
         hidden_size: features of x (and of the second input).
@@ -103,6 +106,8 @@ class MultiheadAttention(Op):
         return_layernorm_output: also return the norm's output, as the last extra output.
         return_bias: the bias of proj is not added but returned, as the first extra output.
         fuse_wgrad_accumulation: weight gradients are added to the weights' `main_grad`, see `te.Linear`.
+        fuse_qkv_params, qkv_weight_interleaved: how Transformer Engine's checkpoint of this layer has the
+            projection's rows, for `te.layers.from_transformer_engine`; the parameter is the same.
         params_dtype: of the parameters; the default dtype if None. device: likewise.
         options: everything else that `te.Attention` takes, by keyword: attn_mask_type, window_size,
             rotary, softmax_type, cache and so on. Those of Transformer Engine that are not supported yet may only
@@ -136,12 +141,16 @@ class MultiheadAttention(Op):
         return_layernorm_output: bool = False,
         return_bias: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        fuse_qkv_params: bool | None = None,
+        qkv_weight_interleaved: bool | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         name = "MultiheadAttention"
+        self.memory_projected = False
+        self.checkpoint_order = _order(name, fuse_qkv_params, qkv_weight_interleaved)
         places: dict[str, Any] = {"device": device, "dtype": params_dtype}
         hidden = positive_int(name, "hidden_size", hidden_size)
         heads, groups = _heads(name, num_attention_heads, num_gqa_groups)
@@ -158,6 +167,11 @@ class MultiheadAttention(Op):
         shape |= {"fuse_wgrad_accumulation": fuse_wgrad_accumulation}
         self._add_projections(hidden, (heads * d, 2 * groups * d), attention_type, shape)
         qk: dict[str, Any] = {"eps": qk_norm_eps, "places": places}
+        options = rest(name, options)
+        for side in ("q_norm", "k_norm"):
+            options[side] = _one_of(
+                name, side, options.get(side), qk_norm(name, qk_norm_type, d, **qk)
+            )
         self.attention = Attention(
             heads,
             groups,
@@ -166,10 +180,8 @@ class MultiheadAttention(Op):
             attention_dropout=attention_dropout,
             qkv_format=qkv_format,
             packed="kv" if attention_type == "cross" else True,
-            q_norm=qk_norm(name, qk_norm_type, d, **qk),
-            k_norm=qk_norm(name, qk_norm_type, d, **qk),
             qk_norm_before_rope=qk_norm_before_rope,
-            **rest(name, options),
+            **options,
         )
         shape |= {"init_method": output_layer_init_method, "return_bias": return_bias}
         self.proj = linear((heads * d, hidden), **shape)
@@ -189,7 +201,8 @@ class MultiheadAttention(Op):
     def _projected(self, g: Graph, x: Value, xs: tuple[Value, ...]) -> tuple[Value, ...]:
         """What the attention unpacks."""
         if self.cross:
-            return self.query.emit(g, x), self.key_value.emit(g, xs[1])
+            memory = xs[1] if self.memory_projected else self.key_value.emit(g, xs[1])
+            return self.query.emit(g, x), memory
         return (self.qkv.emit(g, x),)
 
     @property
@@ -216,6 +229,8 @@ class MultiheadAttention(Op):
 
     def emit(self, g: Graph, *xs: Value) -> Value | tuple[Value, ...]:
         """[norm] + gemm + attention + gemm."""
+        if flag("MultiheadAttention", "memory_projected", self.memory_projected) and not self.cross:
+            raise PlanError("memory_projected is for attention_type='cross'")
         if len(xs) != self.num_inputs:
             raise ShapeError(f"takes {', '.join(self.input_names)}, got {len(xs)} inputs")
         x = self.norm.emit(g, xs[0]) if self.input_layernorm else xs[0]
@@ -231,6 +246,25 @@ def _heads(name: str, heads: int, groups: int | None) -> tuple[int, int]:
     return made, made if groups is None else positive_int(name, "num_gqa_groups", groups)
 
 
+def _one_of(name: str, side: str, given: Op | None, made: Op | None) -> Op | None:
+    """The norm of q or k: given as such, or made from qk_norm_type."""
+    if given is not None and made is not None:
+        raise PlanError(f"{name}: qk_norm_type and {side} are both given; give one of them")
+    return made if given is None else given
+
+
+def _order(name: str, fused: bool | None, interleaved: bool | None) -> Order | None:
+    """Of the projection's rows in Transformer Engine's checkpoint; None where neither keyword is given."""
+    for keyword, value in (("fuse_qkv_params", fused), ("qkv_weight_interleaved", interleaved)):
+        if value is not None:
+            flag(name, keyword, value)
+    if fused is False:
+        return "separate"
+    if interleaved is None:
+        return None if fused is None else "interleaved"
+    return "interleaved" if interleaved else "stacked"
+
+
 def _channels(hidden: int, heads: int, kv_channels: int | None) -> int:
     if kv_channels is not None:
         return positive_int("MultiheadAttention", "kv_channels", kv_channels)
@@ -242,4 +276,4 @@ def _channels(hidden: int, heads: int, kv_channels: int | None) -> int:
     return hidden // heads
 
 
-__all__ = ["DotProductAttention", "MultiheadAttention"]
+__all__ = ["DotProductAttention", "MultiheadAttention", "Order"]

@@ -7,37 +7,38 @@ there by default (`qkv_weight_interleaved=True`), or three weights of their own 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from te_ops.basic.norm import LayerNorm
 from te_ops.errors import PlanError
-from te_ops.layers.attention import DotProductAttention, MultiheadAttention
+from te_ops.layers.attention import DotProductAttention, MultiheadAttention, Order
 from te_ops.layers.linear import LayerNormLinear, LayerNormMLP
 from te_ops.layers.transformer import TransformerLayer
 
-Order = Literal["interleaved", "stacked", "separate"]
 _ORDERS = ("interleaved", "stacked", "separate")
 _PARTS = {"qkv": ("query", "key", "value"), "kv": ("key", "value")}
 
 
 class _Pair(NamedTuple):
-    """A tensor here and there; `heads` are those of the parts of a fused projection."""
+    """A tensor here and there; `heads` are those of the parts of a fused projection, `order` that of its rows there
+    if the layer says."""
 
     ours: str
     theirs: str
     parts: tuple[str, ...] = ()
     heads: tuple[int, ...] = ()
     per_head: bool = False
+    order: Order | None = None
 
 
 def from_transformer_engine(
     layer: nn.Module,
     state: Mapping[str, torch.Tensor],
     *,
-    order: Order = "interleaved",
+    order: Order | None = None,
     prefix: str = "",
 ) -> dict[str, torch.Tensor]:
     """A state dict of parameters for `layer` from that of Transformer Engine's module of the same kind.
@@ -46,12 +47,13 @@ def from_transformer_engine(
         layer: a layer, or any module with layers in it under the names that they have there; parameters of other
             modules (norms, embeddings, those of torch) keep their names.
         state: names and tensors there; extra states are ignored.
-        order: of fused projections there, "interleaved" (its default) or "stacked"; weights that are
-            separate there are found by name.
+        order: of fused projections there, "interleaved" or "stacked"; if None what a layer was made with
+            (`qkv_weight_interleaved`), else "interleaved", the default there. Weights that are separate there are
+            found by name.
         prefix: of the names in `state`, with its dot.
 
     Raises:
-        PlanError: a tensor is missing or left over.
+        PlanError: a tensor is missing or left over, or is fused where the layer says that there are three.
     """
     _check_order(order, ("interleaved", "stacked"))
     left = {
@@ -65,7 +67,7 @@ def from_transformer_engine(
         fused = pair.theirs.replace("*", "")
         if fused in left:
             x = left.pop(fused)
-            made[pair.ours] = _stacked(x, pair) if pair.parts and order == "interleaved" else x
+            made[pair.ours] = _stacked(x, pair) if _is_interleaved(pair, order) else x
         elif separate and all(name in left for name in separate):
             made[pair.ours] = torch.cat([left.pop(name) for name in separate])
         else:
@@ -80,13 +82,14 @@ def from_transformer_engine(
 
 
 def to_transformer_engine(
-    layer: nn.Module, *, order: Order = "interleaved", prefix: str = ""
+    layer: nn.Module, *, order: Order | None = None, prefix: str = ""
 ) -> dict[str, torch.Tensor]:
     """Names and tensors of `layer`'s parameters as Transformer Engine has them.
 
     Args:
         layer: as for `from_transformer_engine`.
-        order: of fused projections; "separate" for `fuse_qkv_params=False`.
+        order: of fused projections; "separate" for `fuse_qkv_params=False`. If None what a layer was made with
+            (`fuse_qkv_params`, `qkv_weight_interleaved`), else "interleaved".
         prefix: put before every name.
 
     Raises:
@@ -97,7 +100,7 @@ def to_transformer_engine(
     made: dict[str, torch.Tensor] = {}
     for pair in _pairs(layer):
         x = ours[pair.ours]
-        if pair.parts and order == "separate":
+        if pair.parts and (order or pair.order) == "separate":
             rows = [x.shape[0] // sum(pair.heads) * h for h in pair.heads]
             names = (pair.theirs.replace("*", f"{part}_") for part in pair.parts)
             made |= {prefix + n: y for n, y in zip(names, torch.split(x, rows), strict=True)}
@@ -105,12 +108,23 @@ def to_transformer_engine(
         if pair.per_head:
             x = x.view(1, -1, 1, 1)
         name = prefix + pair.theirs.replace("*", "")
-        made[name] = _interleaved(x, pair) if pair.parts and order == "interleaved" else x
+        made[name] = _interleaved(x, pair) if _is_interleaved(pair, order) else x
     return made
 
 
-def _check_order(order: str, known: tuple[str, ...]) -> None:
-    if order not in known:
+def _is_interleaved(pair: _Pair, order: Order | None) -> bool:
+    """Whether the rows of a fused tensor are, there."""
+    said = order or pair.order or "interleaved"
+    if pair.parts and said == "separate":
+        raise PlanError(
+            f"the checkpoint has one {pair.theirs.replace('*', '')} for a layer that was made with "
+            "fuse_qkv_params=False; say which order its rows have, by order="
+        )
+    return bool(pair.parts) and said == "interleaved"
+
+
+def _check_order(order: str | None, known: tuple[str, ...]) -> None:
+    if order is not None and order not in known:
         raise PlanError(f"order must be one of {', '.join(known)}, got {order!r}")
 
 
@@ -192,7 +206,7 @@ def _norm_pairs(path: str, name: str) -> Iterator[_Pair]:
 
 
 def _attention_pairs(layer: MultiheadAttention) -> Iterator[_Pair]:
-    attention = layer.attention
+    attention, order = layer.attention, layer.checkpoint_order
     heads = (attention.num_heads, attention.num_gqa_groups, attention.num_gqa_groups)
     kind = "query" if layer.cross else "qkv"
     first = (
@@ -201,10 +215,12 @@ def _attention_pairs(layer: MultiheadAttention) -> Iterator[_Pair]:
     yield from _norm_pairs(f"{first}.", "norm")
     for what in ("weight", "bias"):
         if layer.cross:
-            yield _Pair(f"query.{what}", f"{first}.*{what}", ("query",), heads[:1])
-            yield _Pair(f"key_value.{what}", f"key_value.*{what}", _PARTS["kv"], heads[1:])
+            yield _Pair(f"query.{what}", f"{first}.*{what}", ("query",), heads[:1], order=order)
+            yield _Pair(
+                f"key_value.{what}", f"key_value.*{what}", _PARTS["kv"], heads[1:], order=order
+            )
         else:
-            yield _Pair(f"qkv.{what}", f"{first}.*{what}", _PARTS["qkv"], heads)
+            yield _Pair(f"qkv.{what}", f"{first}.*{what}", _PARTS["qkv"], heads, order=order)
         yield _Pair(f"proj.{what}", f"proj.{what}")
         for norm in ("q_norm", "k_norm"):
             if not isinstance(getattr(attention, norm), LayerNorm) and what == "bias":

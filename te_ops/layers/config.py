@@ -17,7 +17,12 @@ from te_ops.layers.parts import INIT_STD
 from te_ops.layers.transformer import TransformerLayer
 from te_ops.sequential import Sequential
 
-_KINDS = ("llama", "mistral", "qwen3")  # model_type; but for QK norms, other keys say what differs
+# What the class of a model there takes for keys that its config.json leaves out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 4096},
+    "qwen3": {"head_dim": 128, "use_sliding_window": False, "max_window_layers": 28},
+}
 _META_SCALING = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -64,8 +69,11 @@ class LlamaConfig:
             PlanError: another model, or an option that these layers do not have.
         """
         kind = config.get("model_type", "llama")
-        if kind not in _KINDS:
-            raise PlanError(f"config: model_type must be one of {', '.join(_KINDS)}, got {kind!r}")
+        if kind not in _DEFAULTS:
+            raise PlanError(
+                f"config: model_type must be one of {', '.join(_DEFAULTS)}, got {kind!r}"
+            )
+        config = {**_DEFAULTS[kind], **config}
         if config.get("hidden_act", "silu") != "silu":
             raise PlanError(f"config: hidden_act must be 'silu', got {config['hidden_act']!r}")
         biases = {bool(config.get(name, False)) for name in ("attention_bias", "mlp_bias")}
@@ -73,8 +81,7 @@ class LlamaConfig:
             raise PlanError(
                 "config: attention_bias and mlp_bias differ; a layer has biases or none"
             )
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        base = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+        base, scaling = _rope(config)
         return cls(
             **_needed(
                 config,
@@ -87,8 +94,8 @@ class LlamaConfig:
             num_gqa_groups=config.get("num_key_value_heads"),
             kv_channels=config.get("head_dim"),
             layernorm_epsilon=config.get("rms_norm_eps", 1e-6),
-            rope_base=float(base),
-            rope_scaling=rope or None,
+            rope_base=base,
+            rope_scaling=scaling,
             tied=bool(config.get("tie_word_embeddings", False)),
             bias=biases.pop(),
             qk_norm=kind == "qwen3",
@@ -202,6 +209,24 @@ def _needed(config: Mapping[str, Any], **names: str) -> dict[str, Any]:
     return {ours: config[theirs] for ours, theirs in names.items()}
 
 
+def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling.
+
+    Raises:
+        PlanError: only some features of a head are turned.
+    """
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    base = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    part = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if part not in (None, 1):
+        raise PlanError(f"config: partial_rotary_factor must be 1, got {part!r}")
+    stretched = rope.get("rope_type", rope.get("type")) in ("dynamic", "yarn")
+    longest = config.get("max_position_embeddings")
+    if stretched and longest is not None:  # where these rules speak of no other length
+        rope.setdefault("original_max_position_embeddings", longest)
+    return float(base), rope or None
+
+
 def _window(config: Mapping[str, Any]) -> int | None:
     """Of all layers alike.
 
@@ -211,13 +236,16 @@ def _window(config: Mapping[str, Any]) -> int | None:
     window: int | None = config.get("sliding_window")
     if window is None or config.get("use_sliding_window") is False:
         return None
-    if len(set(config.get("layer_types") or ())) > 1:
+    kinds = set(config.get("layer_types") or ())
+    if not kinds and "max_window_layers" in config:
+        whole, count = config["max_window_layers"], config["num_hidden_layers"]
+        kinds = {"full_attention"} if whole > 0 else set()
+        kinds |= {"sliding_attention"} if whole < count else set()
+    if len(kinds) > 1:
         raise PlanError(
             "config: layers with and without sliding windows in one model are not supported"
         )
-    if "full_attention" in (config.get("layer_types") or ()):
-        return None
-    return window
+    return None if "full_attention" in kinds else window
 
 
 def _meta_ffn(params: Mapping[str, Any]) -> int:

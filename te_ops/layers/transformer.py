@@ -26,8 +26,8 @@ class TransformerLayer(Op):
     """x + attention(x), x + mlp(x), each with its norm, dropout and residual; "decoder" has cross
     attention between them.
 
-    Inputs: x; for "decoder" the encoder's output; then what the options of self attention ask for,
-    and those of cross attention.
+    Inputs: x; for "decoder" the encoder's output (or its keys and values, see `MultiheadAttention`);
+    then what the options of self attention ask for, and those of cross attention.
 
     Args:
         hidden_size: features of x.
@@ -54,6 +54,7 @@ class TransformerLayer(Op):
         normalization: "LayerNorm" or "RMSNorm"; zero_centered_gamma: multiply by 1 + weight.
         attn_input_format: "sbhd", "bshd" or "thd", of x [s, b, hidden_size] and so on.
         fuse_wgrad_accumulation: weight gradients are added to the weights' `main_grad`, see `te.Linear`.
+        fuse_qkv_params, qkv_weight_interleaved: as `MultiheadAttention`, of both attentions.
         checkpoint_mlp: recompute the inside of the MLP in backward.
         params_dtype: of the parameters; the default dtype if None. device: likewise.
         options: further keywords of `MultiheadAttention` and `te.Attention` for self attention:
@@ -98,6 +99,8 @@ class TransformerLayer(Op):
         zero_centered_gamma: bool = False,
         attn_input_format: str = "sbhd",
         fuse_wgrad_accumulation: bool = False,
+        fuse_qkv_params: bool | None = None,
+        qkv_weight_interleaved: bool | None = None,
         checkpoint_mlp: bool = False,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -119,6 +122,8 @@ class TransformerLayer(Op):
         heads = {"num_gqa_groups": num_gqa_groups, "kv_channels": kv_channels, **shared}
         heads |= {"attention_dropout": attention_dropout, "layernorm_epsilon": layernorm_epsilon}
         heads |= {"num_attention_heads": num_attention_heads, "qkv_format": attn_input_format}
+        orders = {"fuse_qkv_params": fuse_qkv_params}
+        heads |= {**orders, "qkv_weight_interleaved": qkv_weight_interleaved}
         own = _masks(self_attn_mask_type, window_size, bottom_right_diagonal)
         cross = (enc_dec_attn_mask_type, enc_dec_attn_window_size, enc_dec_bottom_right_diagonal)
         self._add_attention(hidden_size, heads, {**own, **options}, _masks(*cross))

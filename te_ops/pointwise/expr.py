@@ -98,6 +98,13 @@ class Expr:
     def __float__(self) -> float:
         raise PlanError("an expression is not a number: use te_ops.math instead of the math module")
 
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> NoReturn:
+        name = getattr(function, "__name__", "a function")
+        raise PlanError(
+            f"an expression is no tensor: torch's {name} does not take it; use te_ops.math"
+        )
+
     def __add__(self, other: ExprLike) -> Expr:
         return Expr.build("add", (self, other))
 

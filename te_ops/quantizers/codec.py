@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -15,25 +17,35 @@ _TABLES = {
 
 
 _PLACED: dict[tuple[int, torch.device], Tensor] = {}
+_NUMBERS: dict[int, list[Any]] = {}
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def on(table: Tensor, device: torch.device) -> Tensor:
-    """A module's constant `table` on a device: copied once, since a copy from the host waits for the device."""
-    if device == table.device:
+def constant(table: Tensor) -> Tensor:
+    """A module's table for `on` and `pick`."""
+    _NUMBERS[id(table)] = table.tolist()
+    return table
+
+
+def on(table: Tensor, like: Tensor) -> Tensor:
+    """A module's `constant` where another tensor is: copied once, since a copy from the host waits for the device."""
+    if (
+        type(like) not in _PLAIN
+    ):  # a tracer's: it meets no tensor that was there before, but numbers
+        return torch.tensor(_NUMBERS[id(table)], dtype=table.dtype, device=like.device)
+    if like.device == table.device:
         return table
-    key = id(table), device
+    key = id(table), like.device
     found = _PLACED.get(key)
     if found is None:
         with torch.inference_mode(False):
-            found = table.to(device)
-        if type(found) is Tensor:  # a fake tensor is nobody else's
-            _PLACED[key] = found
+            found = _PLACED[key] = table.to(like.device)
     return found
 
 
 def pick(table: Tensor, codes: Tensor) -> Tensor:
     """``table[codes]`` for uint8 `codes`: their shape, followed by the table's inner shape."""
-    found = table.index_select(0, codes.reshape(-1).int())
+    found = on(table, codes).index_select(0, codes.reshape(-1).int())
     return found.view(codes.shape + table.shape[1:])
 
 

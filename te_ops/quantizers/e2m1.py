@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from te_ops.quantizers.codec import on, pick
+from te_ops.quantizers.codec import constant, pick
 
 E2M1_MAX = 6.0
 
 _POSITIVE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-_VALUES = torch.tensor(_POSITIVE + [-v for v in _POSITIVE])
+_VALUES = constant(torch.tensor(_POSITIVE + [-v for v in _POSITIVE]))
 # The two values in a byte, that of the low nibble first.
-_PAIRS = torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], -1)
+_PAIRS = constant(torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], -1))
 
 
 def encode_e2m1(y: Tensor, uniform: Tensor | None = None) -> Tensor:
@@ -46,7 +46,7 @@ def encode_e2m1(y: Tensor, uniform: Tensor | None = None) -> Tensor:
 
 def values_e2m1(codes: Tensor) -> Tensor:
     """FP32 values of unpacked `codes`."""
-    return pick(on(_VALUES, codes.device), codes)
+    return pick(_VALUES, codes)
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def pack_e2m1(codes: Tensor) -> Tensor:
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """Bytes [..., n] as FP32 values [..., 2 n]."""
-    values = pick(on(_PAIRS, packed.device), packed)
+    values = pick(_PAIRS, packed)
     return values.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 

@@ -33,9 +33,9 @@ from te_ops.quantizers.base import (
 )
 from te_ops.quantizers.codec import (
     blocks_along,
+    constant,
     decode_fp8,
     encode_fp8,
-    on,
     pick,
     scale_tiles_,
     stretch,
@@ -50,8 +50,8 @@ _HALF = 0x400000
 _NAN_CODE = 255
 
 # What code e stands for (2**(e - 127)), and what an element is multiplied with under it.
-_DECODE = torch.tensor([2.0 ** (e - 127) for e in range(_NAN_CODE)] + [math.nan])
-_ENCODE = torch.tensor([2.0 ** (127 - e) for e in range(_NAN_CODE)] + [math.nan])
+_DECODE = constant(torch.tensor([2.0 ** (e - 127) for e in range(_NAN_CODE)] + [math.nan]))
+_ENCODE = constant(torch.tensor([2.0 ** (127 - e) for e in range(_NAN_CODE)] + [math.nan]))
 
 
 def e8m0_from_amax(amax: Tensor, fp8_max: float) -> Tensor:
@@ -110,7 +110,7 @@ class MXFP8Quantizer(Quantizer):
         matrix = x.reshape(rows_and_columns(tuple(x.shape)))
         tile = (BLOCK, BLOCK) if self.with_2d_quantization else _tile(usage)
         codes = e8m0_from_amax(tile_amax(matrix, *tile), fp8_max(self.dtype))
-        encode = pick(on(_ENCODE, x.device), codes)
+        encode = pick(_ENCODE, codes)
         scaled = scale_tiles_(matrix.to(torch.float32, copy=True).contiguous(), encode, *tile)
         if self.with_2d_quantization:
             dim = 0 if usage is Usage.ROW else 1
@@ -125,7 +125,7 @@ class MXFP8Quantizer(Quantizer):
         values = decode_fp8(record.data.reshape(rows_and_columns(record.shape)))
         if record.dtype is torch.float64:
             values = values.double()
-        scale = pick(on(_DECODE, values.device), record.scale_inv.view(torch.uint8))
+        scale = pick(_DECODE, record.scale_inv.view(torch.uint8))
         return scale_tiles_(values, scale, *_tile(record.usage)).view(record.shape)
 
     def layout(

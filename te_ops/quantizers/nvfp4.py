@@ -42,6 +42,7 @@ from te_ops.quantizers.base import (
 )
 from te_ops.quantizers.codec import (
     blocks_along,
+    constant,
     decode_fp8,
     encode_fp8,
     on,
@@ -64,8 +65,10 @@ __all__ = ["NVFP4Quantizer", "hadamard_16", "inverse_hadamard_16"]
 
 BLOCK = 16
 _STREAM = {Usage.ROW: 0, Usage.COL: 1}
-_SIGNS = torch.tensor(
-    [1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0]
+_SIGNS = constant(
+    torch.tensor(
+        [1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0]
+    )
 )
 
 
@@ -85,7 +88,7 @@ def hadamard_16(x: Tensor) -> Tensor:
     if not x.numel():
         return x
     groups = x.view(*x.shape[:-1], -1, BLOCK)
-    return _butterfly(groups * on(_SIGNS, x.device)).bfloat16().float().view(x.shape)
+    return _butterfly(groups * on(_SIGNS, x)).bfloat16().float().view(x.shape)
 
 
 def inverse_hadamard_16(x: Tensor) -> Tensor:
@@ -93,7 +96,7 @@ def inverse_hadamard_16(x: Tensor) -> Tensor:
     if not x.numel():
         return x
     groups = _butterfly(x.view(*x.shape[:-1], -1, BLOCK))
-    return groups.mul_(on(_SIGNS, x.device)).view(x.shape)
+    return groups.mul_(on(_SIGNS, x)).view(x.shape)
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,21 @@ class QuantizedTensor(Tensor):
         """The dequantized values as a numpy array."""
         return self.dequantize().numpy(force=force)
 
+    def share_memory_(self) -> QuantizedTensor:
+        """Move the bytes to shared memory; torch's own would look for them where this tensor has none."""
+        for part in _parts(self):
+            part.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def apply_(self, function: Any) -> QuantizedTensor:
+        """Replace each value by `function` of it; as `share_memory_`, torch's own ends the process."""
+        self.copy_(_values(self).apply_(function))
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether all bytes are in shared memory."""
+        return all(part.is_shared() for part in _parts(self))  # type: ignore[no-untyped-call]
+
     def tolist(self) -> Any:
         """The dequantized values as nested lists."""
         return _values(self).tolist()
@@ -308,6 +323,11 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad.to(ctx.dtype), None
+
+
+def _parts(q: QuantizedTensor) -> list[Tensor]:
+    """The tensors of all records."""
+    return [part for record in _records(q) for part in record.tensors()]
 
 
 def _records(q: QuantizedTensor) -> list[Record]:

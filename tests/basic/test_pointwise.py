@@ -86,6 +86,42 @@ def test_functions_without_tensors_or_with_star_arguments_are_refused() -> None:
             return xs[0]
 
 
+@te.pointwise
+def of_torch(x):
+    return torch.relu(x)
+
+
+@te.pointwise
+def nothing(x):
+    return None
+
+
+@te.pointwise
+def text(x):
+    return [x, "x"]
+
+
+@te.pointwise
+def truth(x):
+    return x > 0
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (of_torch, "torch's relu does not take it; use te_ops.math"),
+        (nothing, "nothing returns a NoneType"),
+        (text, "text returns a str"),
+        (truth, "truth returns a mask"),
+    ],
+)
+def test_what_is_no_function_of_elements(op, message: str) -> None:
+    with pytest.raises(te.PlanError, match=message):
+        op()(torch.randn(2, 4))
+    with pytest.raises(te.PlanError, match=message):
+        te.Attention(2, packed=True, score_mod=op())(torch.randn(1, 3, 24))
+
+
 def _halves(x):
     return x.chunk(2, -1)
 

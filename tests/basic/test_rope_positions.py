@@ -224,6 +224,7 @@ def test_scaled_tables_reach_every_form() -> None:
     [
         ({"rope_scaling": {"rope_type": "long"}}, "rope_type must be one of"),
         ({"rope_scaling": {}}, "rope_type must be one of"),
+        ({"rope_scaling": "llama3"}, "rope_scaling must be a dictionary or None, got 'llama3'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "lacks factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "unknown beta"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor"),

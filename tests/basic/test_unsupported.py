@@ -19,6 +19,7 @@ MAKERS: dict[str, Any] = {
     "MultiheadAttention": lambda **k: layers.MultiheadAttention(8, 4, **k),
     "TransformerLayer": lambda **k: layers.TransformerLayer(8, 8, 4, **k),
 }
+LAYERS_OF_QKV = ("MultiheadAttention", "TransformerLayer")
 IDLE = {
     "tp_size": 1, "tp_group": None, "sequence_parallel": False, "set_parallel_mode": False, "parallel_mode": None,
     "cp_group": None, "cp_comm_type": "p2p", "ub_overlap_ag": False, "ub_name": None, "symmetric_ar_type": None,
@@ -47,8 +48,6 @@ def test_what_asks_for_nothing_is_accepted(kind: str) -> None:
         ("cp_comm_type", "a2a", "context parallelism is not supported yet"),
         ("ub_tp_comm_overlap", True, "communication overlap"),
         ("delay_wgrad_compute", True, "delayed weight gradients are not supported yet"),
-        ("fuse_qkv_params", False, "from_transformer_engine"),
-        ("qkv_weight_interleaved", True, "from_transformer_engine"),
         ("layer_number", 3, "named by their place"),
         ("parameters_split", ("a", "b"), "te.Branch"),
     ],
@@ -57,6 +56,28 @@ def test_what_asks_for_something_is_refused(kind: str, keyword: str, value: Any,
     with pytest.raises(PlanError, match=said) as caught:
         MAKERS[kind](**{keyword: value})
     assert str(caught.value).startswith(f"{kind}: {keyword}=")
+
+
+@pytest.mark.parametrize("kind", [name for name in MAKERS if name not in LAYERS_OF_QKV])
+@pytest.mark.parametrize(
+    ("keyword", "value"), [("fuse_qkv_params", False), ("qkv_weight_interleaved", True)]
+)
+def test_orders_of_rows_belong_to_layers_with_queries(kind: str, keyword: str, value: bool) -> None:
+    with pytest.raises(PlanError, match="from_transformer_engine"):
+        MAKERS[kind](**{keyword: value})
+
+
+OVERLAPS = ("ub_overlap_ag", "ub_overlap_rs", "ub_bulk_dgrad", "ub_bulk_wgrad")
+
+
+@pytest.mark.parametrize("keyword", OVERLAPS)
+def test_overlaps_that_a_layer_has_by_default_there_need_their_switch(keyword: str) -> None:
+    MAKERS["TransformerLayer"](**{keyword: True}, ub_tp_comm_overlap=False)
+    with pytest.raises(PlanError, match="communication overlap"):
+        MAKERS["TransformerLayer"](**{keyword: True}, ub_tp_comm_overlap=True)
+    for kind in ("Linear", "MultiheadAttention"):
+        with pytest.raises(PlanError, match="communication overlap"):
+            MAKERS[kind](**{keyword: True})
 
 
 @pytest.mark.parametrize("kind", MAKERS)

@@ -15,6 +15,7 @@ def test_list_names_cases_presets_and_peers(capsys: pytest.CaptureFixture[str]) 
     shown = capsys.readouterr().out
     for name in ("mlp", "norm_quantize-delayed", "hopper", "nvfp4", "te-module", "quack"):
         assert name in shown
+    assert "  gated_backward_quantize-delayed  SwiGLU backward" in shown  # the longest name
 
 
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,12 +87,16 @@ def test_variables_and_plugins(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TE_OPS_SOMETHING", "7")
+    monkeypatch.setenv("TE_OPS_JIT", "off")
     monkeypatch.setitem(te_ops.registry.PLUGINS, "mine", "ValueError: broken")
     found = _json(capsys)
+    assert found["unknown variables"] == ["TE_OPS_SOMETHING"]
     assert found["variables"]["TE_OPS_SOMETHING"] == "7"
     assert found["plugins"]["mine"] == "ValueError: broken"
     main(["info"])
-    assert "mine: ValueError: broken" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "mine: ValueError: broken" in shown
+    assert "not read by this version: TE_OPS_SOMETHING" in shown
 
 
 def test_importing_the_command_imports_no_vendor_library_nor_matplotlib() -> None:

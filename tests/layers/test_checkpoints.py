@@ -85,6 +85,63 @@ def test_every_order_of_qkv_makes_the_same_layer(norm: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("keywords", "order"),
+    [
+        ({}, None),
+        ({"fuse_qkv_params": True}, "interleaved"),
+        ({"fuse_qkv_params": True, "qkv_weight_interleaved": True}, "interleaved"),
+        ({"fuse_qkv_params": True, "qkv_weight_interleaved": False}, "stacked"),
+        ({"qkv_weight_interleaved": False}, "stacked"),
+        ({"qkv_weight_interleaved": True}, "interleaved"),
+        ({"fuse_qkv_params": False}, "separate"),
+        ({"fuse_qkv_params": False, "qkv_weight_interleaved": True}, "separate"),
+    ],
+)
+@pytest.mark.parametrize("decoder", [False, True])
+def test_a_layer_may_say_how_its_checkpoint_is_ordered(
+    keywords: dict[str, Any], order: Any, decoder: bool
+) -> None:
+    """Transformer Engine's keywords: the parameter stays, the mapping without `order` is theirs."""
+
+    def make(**more: Any) -> layers.TransformerLayer:
+        kind = "decoder" if decoder else "encoder"
+        torch.manual_seed(3)
+        made = layers.TransformerLayer(16, 24, 4, 2, params_dtype=F64, layer_type=kind, **more)
+        return made.eval()
+
+    plain, op = make(), make(**keywords)
+    assert op.self_attention.checkpoint_order == order
+    assert [n for n, _ in op.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    want = layers.to_transformer_engine(plain, order=order or "interleaved")
+    got = layers.to_transformer_engine(op)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    torch.manual_seed(4)
+    other = make(**keywords)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    other.load_state_dict(layers.from_transformer_engine(other, got))
+    xs = [torch.randn(5, 2, 16, dtype=F64) for _ in range(op.num_inputs)]
+    assert torch.equal(other(*xs), plain(*xs))
+    # What is said at the call goes first.
+    stacked = layers.to_transformer_engine(op, order="stacked")
+    other.load_state_dict(layers.from_transformer_engine(other, stacked, order="stacked"))
+    assert torch.equal(other(*xs), plain(*xs))
+
+
+def test_a_fused_weight_for_a_layer_with_three() -> None:
+    state = layers.to_transformer_engine(attention())
+    op = attention(fuse_qkv_params=False)
+    with pytest.raises(PlanError, match=r"has one qkv\.weight for a layer .* by order="):
+        layers.from_transformer_engine(op, state)
+    op.load_state_dict(layers.from_transformer_engine(op, state, order="interleaved"))
+    for keyword in ("fuse_qkv_params", "qkv_weight_interleaved"):
+        with pytest.raises(PlanError, match=f"{keyword} must be True or False"):
+            attention(**{keyword: 1})
+
+
+@pytest.mark.parametrize(
     "keywords",
     [
         {"layer_type": "decoder"},

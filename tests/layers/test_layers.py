@@ -333,6 +333,27 @@ def test_generation() -> None:
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("recipe", [None, te.recipe.MXFP8BlockScaling()])
+def test_generation_of_a_decoder_projects_its_memory_once(recipe: te.Recipe | None) -> None:
+    op = make(layer_type="decoder", enc_dec_attn_mask_type="no_mask").eval()
+    x, memory = torch.randn(2, 9, 16, dtype=F64), torch.randn(2, 6, 16, dtype=F64)
+    with torch.no_grad(), te.autocast(enabled=recipe is not None, recipe=recipe):
+        want = op(x, memory)
+        products = str(op.plan(x, memory).forward).count("gemm")
+        op.self_attention.attention.cache = te.KVCache(2, 9, 2, 4, dtype=F64)
+        projected = op.inter_attention.key_value(memory)
+        op.inter_attention.memory_projected = True
+        got = torch.cat([op(part, projected) for part in x.split([4, 1, 4], 1)], 1)
+        torch.testing.assert_close(got, want)
+        op.self_attention.attention.cache.reset()
+        assert str(op.plan(x, projected).forward).count("gemm") < products
+        with pytest.raises(ShapeError, match="packed input must have 3 dimensions and 16 features"):
+            op(x, memory[..., :12])
+    op.self_attention.memory_projected = True
+    with pytest.raises(PlanError, match=r"self_attention .*is for attention_type='cross'"):
+        op(x, projected)
+
+
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
 def test_drop_path_drops_whole_samples(layout: str) -> None:
     torch.manual_seed(5)

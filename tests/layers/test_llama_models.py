@@ -34,6 +34,8 @@ META = {
     "dim": N, "n_layers": L, "n_heads": H, "n_kv_heads": HK, "head_dim": D, "hidden_dim": FFN, "norm_eps": 1e-5,
     "rope_theta": 500000.0, "vocab_size": -1,
 }  # fmt: skip
+QWEN_WINDOW = {"model_type": "qwen3", "sliding_window": 4, "use_sliding_window": True}
+YARN = {"rope_type": "yarn", "factor": 4.0}
 TOKENS = torch.randint(VOCAB, (2, 11), generator=torch.Generator().manual_seed(1))
 Naming = Literal["hugging_face", "meta"]
 
@@ -193,6 +195,38 @@ def test_meta(scaling: dict[str, Any] | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "name", "value"),
+    [
+        ({"model_type": "mistral"}, "window", 4096),
+        ({"model_type": "mistral", "sliding_window": None}, "window", None),
+        ({"model_type": "qwen3", "sliding_window": 4}, "window", None),
+        ({**QWEN_WINDOW, "max_window_layers": L}, "window", None),
+        ({**QWEN_WINDOW, "max_window_layers": 0}, "window", 4),
+        ({**QWEN_WINDOW, "layer_types": ["sliding_attention"] * L}, "window", 4),
+        ({"rope_scaling": YARN}, "rope_scaling", YARN | {"original_max_position_embeddings": 64}),
+        (
+            {"rope_scaling": YARN | {"original_max_position_embeddings": 16}},
+            "rope_scaling",
+            YARN | {"original_max_position_embeddings": 16},
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling", {"type": "linear", "factor": 2.0}),
+        ({"partial_rotary_factor": 1.0}, "rope_scaling", None),
+    ],
+)  # fmt: skip
+def test_keys_that_a_config_leaves_out(more: dict[str, Any], name: str, value: Any) -> None:
+    config = layers.LlamaConfig.from_hugging_face(HF | {"max_position_embeddings": 64} | more)
+    assert getattr(config, name) == value
+    built(config)
+
+
+def test_heads_of_qwen3() -> None:
+    without = {key: value for key, value in HF.items() if key != "head_dim"}
+    made = layers.LlamaConfig.from_hugging_face(without | {"model_type": "qwen3"})
+    assert made.head_size == 128
+    assert layers.LlamaConfig.from_hugging_face(without).head_size == N // H
+
+
+@pytest.mark.parametrize(
     ("more", "made"),
     [
         ({"attention_bias": True, "mlp_bias": True}, {"bias": True}),
@@ -338,6 +372,9 @@ def test_a_folder_of_meta_without_an_output_is_tied(tmp_path: Path) -> None:
             {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
             "with and without",
         ),
+        ({**QWEN_WINDOW, "max_window_layers": 1}, "with and without"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
+        ({"rope_scaling": YARN}, "'yarn' lacks original_max_position_embeddings"),
         ({"rope_scaling": {"rope_type": "odd"}}, "rope_type must be one of"),
         ({"head_dim": None, "num_attention_heads": 3}, "give kv_channels"),
     ],

@@ -138,6 +138,20 @@ def test_a_module_moves_its_quantized_parameters(quantizer):
 
 @every
 @usages
+def test_bytes_can_be_shared_with_processes(quantizer, rowwise, columnwise):
+    q = make(torch.randn(32, 16), quantizer, rowwise=rowwise, columnwise=columnwise)
+    module = torch.nn.Linear(16, 32, bias=False)
+    module.weight = torch.nn.Parameter(q, requires_grad=False)
+    before = copy.deepcopy(q)
+    assert not q.is_shared()
+    assert module.share_memory() is module
+    assert module.weight.is_shared()
+    assert all(part.is_shared() for part in parts(module.weight))
+    assert same_bits(module.weight, before)
+
+
+@every
+@usages
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_copies_are_equal_and_independent(quantizer, rowwise, columnwise, requires_grad):
     q = make(torch.randn(20, 40), quantizer, rowwise=rowwise, columnwise=columnwise)
@@ -297,6 +311,29 @@ def test_flattening_for_compilers(quantizer, rowwise, columnwise):
     assert same_bits(QuantizedTensor.__tensor_unflatten__(inner, context, q.shape, q.stride()), q)
     with pytest.raises(AttributeError):
         _ = q.rowwise_data
+
+
+@every
+@usages
+def test_values_are_made_inside_a_compiled_function(quantizer, rowwise, columnwise):
+    """Traced values know no table of ours: one that is looked up must be part of the trace."""
+    q = make(torch.randn(20, 48), quantizer, rowwise=rowwise, columnwise=columnwise)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(lambda q: 2 * q, backend="eager")(q), 2 * q)
+
+
+@pytest.mark.parametrize("quantizer", [MXFP8Quantizer(), NVFP4Quantizer(with_rht=True)], ids=str)
+def test_values_are_made_ahead_of_time_too(quantizer):
+    q = quantize(torch.randn(20, 48), quantizer, rowwise=False, columnwise=True)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(lambda q: 2 * q, backend="aot_eager")(q), 2 * q)
+
+
+def test_functions_of_single_values():
+    q = quantize(torch.randn(4, 32), MXFP8Quantizer())
+    want = quantize(q.dequantize().neg(), MXFP8Quantizer())
+    assert q.apply_(lambda x: -x) is q
+    assert same_bits(q, want)
 
 
 def test_saved_for_backward_and_inference():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import pickle
 import threading
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
@@ -253,6 +255,49 @@ def test_an_instance_is_entered_once_at_a_time() -> None:
     with region, pytest.raises(RecipeError, match="active already"):
         region.__enter__()
     with region:
+        assert current() is not None
+    assert current() is None
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_regions_of_generators_may_end_in_any_order(order: tuple[int, ...]) -> None:
+    """Each holds from its entry to its exit, and what is observed is committed with the last."""
+    recipes = [te.recipe.DelayedScaling(amax_history_len=n) for n in (4, 5, 6)]
+
+    def held(recipe: Recipe) -> Iterator[None]:
+        with te.autocast(recipe=recipe):
+            yield
+
+    op, open_ = te.Linear(32, 32), [held(recipe) for recipe in recipes]
+    for generator in open_:
+        next(generator)
+    op(X)
+    left, history = [0, 1, 2], "quantizer.delayed.input.amax_history"
+    for i in order:
+        assert not op.state_dict()[history].any()
+        assert next(open_[i], None) is None
+        left.remove(i)
+        frame = current()
+        assert (None if frame is None else frame.recipe) == (recipes[left[-1]] if left else None)
+    assert op.state_dict()[history][-1] == X.abs().max()
+    with te.autocast(recipe=recipes[0]):
+        op(2 * X)
+    assert op.state_dict()[history][-1] == 2 * X.abs().max()
+
+
+def test_an_exit_in_another_thread_is_refused_and_changes_nothing() -> None:
+    region, said = te.autocast(recipe=te.recipe.MXFP8BlockScaling()), []
+
+    def leave() -> None:
+        with pytest.raises(RecipeError, match="another thread or task than the entry"):
+            region.__exit__(None, None, None)
+        said.append(current())
+
+    with region:
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+        assert said == [None]
         assert current() is not None
     assert current() is None
 
