@@ -72,3 +72,15 @@ def test_a_smaller_pipeline_still_fits_together(case: data.Case) -> None:
     for before, after in zip(small.layers, small.layers[1:], strict=False):
         assert before.out == after.width
         assert after.kind != "swiglu" or after.width == 2 * after.out
+
+
+def test_fp8_attention_has_a_lower_floor() -> None:
+    layer = next(c for c in data.CASES if c.name == "layer")
+    ceilings = data.Ceilings({"none": 700e12, "delayed": 1400e12, "current": 1400e12}, 4.2e12)
+    for recipe in ("delayed", "current"):
+        apart = [data.floor_ms(layer, r, ceilings) for r in (recipe + data.DPA, recipe)]
+        assert apart[0] is not None
+        assert apart[1] is not None
+        # Two of seven products of attention at twice the rate, and four bytes of a feature less.
+        attention = data.attention_flops(layer) / 700e12 * 1e3
+        assert apart[1] - apart[0] == pytest.approx(attention / 7 + 0.028, abs=0.01)

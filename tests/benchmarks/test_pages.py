@@ -42,7 +42,7 @@ def test_regions_hold_figures_verdicts_and_what_was_not_measured() -> None:
         "| mlp, BF16: of the best of Transformer Engine | 1.01 / 1 | 1.040 | missed |"
         in (made["targets"])
     )
-    assert "Not measured: mlp, delayed: of the best" in made["targets"]
+    assert "Not measured in this run: mlp, delayed: of the best" in made["targets"]
     assert "| 3% |" in made["missed"]
     better = pages.regions(results(te_ops__none=12.5, **{"te-module__none": 12.5}))
     assert better["missed"] == "Every target that was measured is met."

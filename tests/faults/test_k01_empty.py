@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 import te_ops as te
 from tests.faults import cases
 from tests.faults.cases import Case, every_case, every_mode, every_quantizer
+from tests.faults.experts import experts, routed
 
 PAIRS = [
     pytest.param(case, recipe, id=f"{case.name}-{name}")
@@ -92,6 +95,75 @@ def test_quantizers_take_empty_tensors(quantizer: te.Quantizer, shape: tuple[int
             assert torch.isfinite(record.scale_inv.float()).all()
         if record.amax is not None:
             assert not record.amax.any()
+
+
+# -- experts, as a composition of ops
+
+
+@pytest.mark.parametrize("splits", [(8, 8, 0), (0, 0, 0), (0, 16, 0), (0, 0, 16)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_mode
+def test_experts_without_tokens(
+    splits: tuple[int, ...], dtype: torch.dtype, recipe: te.Recipe | None
+) -> None:
+    """B001, B005: gradients of zeros with shapes and dtypes; those with tokens give what they give alone."""
+    torch.manual_seed(0)
+    every = experts(3, 64, 128, dtype=dtype)
+    alone = copy.deepcopy(every)
+    x = torch.randn(sum(splits), 64, dtype=dtype, requires_grad=True)
+    torch.manual_seed(1)
+    with cases.within(recipe):
+        y = routed(every, x, splits)
+    assert y.shape == (sum(splits), 128)
+    assert y.dtype is dtype
+    cases.backward([y])
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+    (dy,) = cases.loss_weights([y])
+    for expert, part, mine, grad, xg in zip(
+        alone, x.detach().split(splits), every, dy.split(splits), x.grad.split(splits), strict=True
+    ):
+        for p in mine.parameters():
+            assert p.grad is not None
+            assert (p.grad.shape, p.grad.dtype) == (p.shape, p.dtype)
+            assert len(part) or not p.grad.any()
+        if len(part) and recipe not in [cases.RECIPES[name] for name in cases.STOCHASTIC]:
+            part = part.clone().requires_grad_()
+            with cases.within(recipe):
+                expert(part).backward(grad)
+            assert torch.equal(part.grad, xg)
+            assert all(map(torch.equal, grads(expert), grads(mine)))
+
+
+def grads(op: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in op.parameters() if p.grad is not None]
+
+
+FEW = ("none", "delayed", "mxfp8")
+
+
+@pytest.mark.parametrize("ends", [(3, 255), (100, 101)], ids=str)
+@pytest.mark.parametrize("recipe", [cases.MODES[n] for n in FEW], ids=FEW)
+def test_most_of_many_experts_have_no_tokens(
+    ends: tuple[int, int], recipe: te.Recipe | None
+) -> None:
+    """B007: 256 experts, 12 tokens, all of two of them."""
+    torch.manual_seed(0)
+    every = experts(256, 64, 32)
+    splits = [5 if i == ends[0] else 7 if i == ends[1] else 0 for i in range(256)]
+    x = torch.randn(12, 64, requires_grad=True)
+    with cases.within(recipe):
+        y = routed(every, x, splits)
+    y.sum().backward()
+    for i, (expert, part) in enumerate(zip(every, x.detach().split(splits), strict=True)):
+        assert expert.weight.grad is not None
+        assert bool(expert.weight.grad.any()) == (i in ends), i
+        if len(part):
+            wanted = torch.nn.functional.linear(part, expert.weight, expert.bias)
+            error = cases.relative_error(y.detach().split(splits)[i], wanted)
+            assert error <= (2e-5 if recipe is None else 0.3)
+    assert x.grad is not None
+    assert bool(x.grad.any(1).all())
 
 
 @every_case

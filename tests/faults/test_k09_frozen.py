@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +13,8 @@ import torch
 
 import te_ops as te
 from tests.faults import cases
-from tests.faults.cases import Case, every_case
+from tests.faults.cases import Case, every_case, every_mode
+from tests.faults.experts import experts, routed
 
 
 def masked(
@@ -140,3 +143,36 @@ def test_everything_frozen_builds_no_backward(case: Case) -> None:
     plan = op.plan(*xs)
     assert all(not s.backward_steps and not s.saved for s in plan.segments)
     assert not any(y.requires_grad for y in cases.outputs_of(op(*xs)))
+
+
+FROZEN = {
+    "all weights": [f"{i}.weight" for i in range(3)],
+    "one expert": ["1.weight", "1.bias"],
+    "one weight": ["0.weight"],
+    "all biases": [f"{i}.bias" for i in range(3)],
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN.values(), ids=list(FROZEN))
+@every_mode
+def test_frozen_parts_of_experts(frozen: list[str], recipe: te.Recipe | None) -> None:
+    """B053: what trains gets the gradients of the run in which all train, the rest None; one expert has no rows."""
+    if recipe in [cases.RECIPES[name] for name in cases.STOCHASTIC]:
+        recipe = dataclasses.replace(recipe, disable_stochastic_rounding=True)  # type: ignore[type-var]
+    torch.manual_seed(0)
+    new = torch.nn.ModuleList(experts(3, 64, 64))
+    results = []
+    for names in ([], frozen):
+        every = copy.deepcopy(new)
+        for name, p in every.named_parameters():
+            p.requires_grad_(name not in names)
+        torch.manual_seed(1)
+        x = torch.randn(12, 64, requires_grad=True)
+        with cases.within(recipe):
+            y = routed(every, x, (5, 7, 0))
+        cases.backward([y])
+        results.append({"x": x.grad, **{n: p.grad for n, p in every.named_parameters()}})
+    full, made = results
+    for name, grad in made.items():
+        assert (grad is None) == (name in frozen), name
+        assert grad is None or torch.equal(grad, full[name]), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import te_ops as te
+from te_ops.registry import REGISTRY
 from tests.faults.attention import DEVICES, explicit, offsets, qkv
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -28,10 +30,15 @@ class Quantized(te.Recipe):
         return self.of.quantizer(te.Role("gemm", role.phase, operand, role.path))
 
 
-RECIPES = {
-    "current": te.recipe.Float8CurrentScaling(),
-    "mxfp8": te.recipe.MXFP8BlockScaling(),
-    "block": te.recipe.Float8BlockScaling(),
+RECIPES: dict[str, te.Recipe] = {
+    "current": Quantized(of=te.recipe.Float8CurrentScaling()),
+    "mxfp8": Quantized(of=te.recipe.MXFP8BlockScaling()),
+    "block": Quantized(of=te.recipe.Float8BlockScaling()),
+    "delayed, fp8_dpa": te.recipe.DelayedScaling(fp8_dpa=True),
+    "current, fp8_dpa": te.recipe.Float8CurrentScaling(fp8_dpa=True),
+    "block, fp8_dpa": te.recipe.Float8BlockScaling(fp8_dpa=True),
+    "mxfp8, fp8_dpa": te.recipe.MXFP8BlockScaling(fp8_dpa=True),
+    "nvfp4, fp8_dpa": te.recipe.NVFP4BlockScaling(fp8_dpa=True),
 }
 
 
@@ -48,10 +55,11 @@ def test_b100_padded_places_with_quantized_operands(device: str, name: Any) -> N
         x.requires_grad_()
     op = te.Attention(4, 2, qkv_format="thd", attn_mask_type="padding_causal")
     sequences = te.PackedSequences([0, 5, 12], cu_q_padded=[0, 8, 24], device=device)
-    recipe = None if name is None else Quantized(of=RECIPES[name])
-    with te.autocast(enabled=recipe is not None, recipe=recipe):
-        o = op(q, k, v, sequences)
-    grads = torch.autograd.grad(o, (q, k, v), torch.randn_like(o))
+    recipe = None if name is None else RECIPES[name]
+    for _ in range(2):  # delayed scaling has a scale from the second call on
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            o = op(q, k, v, sequences)
+        grads = torch.autograd.grad(o, (q, k, v), torch.randn_like(o))
     assert o.shape == (24, 4, 32)
     for x in (o, *grads):
         assert torch.equal(x[~inside], torch.zeros_like(x[~inside]))
@@ -100,3 +108,30 @@ def test_b019_rows_behind_the_last_sequence_reach_nothing(device: str, dtype: to
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a[:37], b)
         assert torch.equal(a[37:], torch.zeros_like(a[37:]))
+
+
+@pytest.mark.parametrize(
+    "recipe", [None, te.recipe.Float8CurrentScaling(fp8_dpa=True)], ids=["", "fp8"]
+)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["q", "k", "v", "do"])
+def test_b019_a_sequence_that_is_not_finite_spoils_no_other(
+    device: str, where: str, value: float, recipe: te.Recipe | None
+) -> None:
+    """Three without gaps, by the reference and by cuDNN; docs/guide/attention.md says what flash-attn's kernels do."""
+    gen = torch.Generator().manual_seed(0)
+    drawn = {
+        n: torch.randn(256, 2, 64, generator=gen).to(device, torch.bfloat16)
+        for n in ("q", "k", "v", "do")
+    }
+    if recipe is not None and math.isinf(value):
+        pytest.skip("the amax of the tensor sees it: one scale for all sequences")
+    drawn[where][100:200] = value
+    sequences = te.PackedSequences([0, 100, 200, 256], device=device)
+    xs = [drawn[n].requires_grad_() for n in ("q", "k", "v")]
+    op = te.Attention(2, qkv_format="thd", attn_mask_type="padding_causal")
+    with REGISTRY.without("flash."), te.autocast(recipe is not None, recipe=recipe):
+        y = op(*xs, sequences)
+        found = (y, *torch.autograd.grad(y, xs, drawn["do"]))
+    for x in found:
+        assert bool(torch.cat([x[:100], x[200:]]).isfinite().all())

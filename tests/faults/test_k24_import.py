@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -130,3 +131,59 @@ assert state() == before
 """
     done = run(code)
     assert done.returncode == 0, done.stderr
+
+
+# -- B126: libraries that are here, but of another build
+
+BROKEN = {
+    "cudnn": "raise ImportError('libcudnn.so.9: undefined symbol: cudnnGetVersion, version libcudnn.so.9')",
+    "cuda/bindings": "raise ImportError('_bindings.so: undefined symbol: nvrtcVersion')",  # torch itself looks for it
+    "nvmath/bindings": "import ctypes; ctypes.CDLL(__file__.replace('__init__.py', 'wrong.so'))",
+    "cutlass": "raise ImportError('_mlir.so: undefined symbol: _ZN3c105ErrorE')",
+    "quack": "import cutlass",
+    "flash_attn": "raise AttributeError('partially initialized module')",
+}
+REPORT = """
+import json
+from te_ops.backends.cublas import lt
+from te_ops.backends.cuda import compile as compiler
+from te_ops.backends.cudnn import library
+from te_ops.cli import info
+found = info.collect()
+print(json.dumps({
+    "libraries": {n: m for b in found["backends"].values() for n, m in b["libraries"].items()},
+    "reasons": [library.missing(), lt.missing(), compiler.missing()],
+}))
+"""
+
+
+def test_libraries_of_another_build_are_named_and_left_out(tmp_path: Path) -> None:
+    """B126: the package imports and trains; `te-ops info` and the kernels' reasons say what does not load, and why."""
+    for name, line in BROKEN.items():
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text(line)
+        (folder / "wrong.so").write_bytes(b"not an ELF file")
+    for name in ("cuda", "nvmath"):
+        (tmp_path / name / "__init__.py").write_text("")
+    paths = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    code = paths + TRAIN.format(recipe="te.recipe.MXFP8BlockScaling()") + REPORT
+    done = run(code, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    trained, text = done.stdout.strip().splitlines()
+    assert trained == "trained"
+    found = json.loads(text)
+    words = {
+        "cudnn": "cudnnGetVersion",
+        "nvmath.bindings": "wrong.so",
+        "cuda.bindings": "nvrtcVersion",
+    }
+    for reason, word in zip(found["reasons"], words.values(), strict=True):
+        assert word in reason
+    words |= {
+        "cutlass": "_ZN3c105ErrorE",
+        "quack": "_ZN3c105ErrorE",
+        "flash_attn": "partially initialized",
+    }
+    for module, word in words.items():
+        assert word in found["libraries"][module], module

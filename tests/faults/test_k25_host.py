@@ -62,11 +62,11 @@ def test_a_replay_stays_within_its_budget(name: str, grad: bool) -> None:
 
 RECORDED = {
     ("none", "forward"): 100,
-    ("none", "step"): 275,
+    ("none", "step"): 260,
     ("current", "forward"): 125,
-    ("current", "step"): 300,
-    ("delayed", "forward"): 155,
-    ("delayed", "step"): 425,
+    ("current", "step"): 285,
+    ("delayed", "forward"): 150,
+    ("delayed", "step"): 370,
 }
 """The same where launches are recorded and issued at once: a forward without gradients, and a step of training."""
 

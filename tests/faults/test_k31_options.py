@@ -1,4 +1,4 @@
-"""K31: no option of an op is accepted and then ignored, and no unknown one is accepted.
+"""K31 (B153): no option of an op is accepted and then ignored, and no unknown one is accepted.
 
 For every keyword of every op's constructor two values are given that must differ in something a
 user can see: numbers, gradients, shapes, dtypes, devices, the plan, or an error.
@@ -16,9 +16,8 @@ from torch import nn
 
 import te_ops as te
 from tests.faults import cases
-from tests.faults.options import differs, keywords
+from tests.faults.options import Inputs, differs, keywords, observe
 
-Inputs = tuple[torch.Tensor, ...]
 W = 64
 
 
@@ -187,34 +186,6 @@ OPS: dict[str, tuple[dict[str, Any], Callable[[], Inputs], dict[str, tuple[Any, 
         },
     ),
 }
-
-
-def observe(
-    make: Callable[[], nn.Module], inputs: Callable[[], Inputs], recipe: te.Recipe | None = None
-) -> Any:
-    """All that a user can see of a training step, or the error."""
-    try:
-        torch.manual_seed(7)
-        op = make()
-        if any(p.is_meta for p in op.parameters()):
-            return ["meta"]
-        xs = tuple(x.requires_grad_() if x.is_floating_point() else x for x in inputs())
-        result = cases.step(op, xs, recipe, seed=5)
-    except te.Error as error:
-        return ["error", type(error).__name__, str(error)]
-    seen: list[Any] = []
-    for name, t in result.tensors():
-        t = t.dequantize() if isinstance(t, te.QuantizedTensor) else t
-        seen.append(
-            (name, None if t is None else (t.dtype, tuple(t.shape), t.double().numpy().tobytes()))
-        )
-    return [
-        *seen,
-        [
-            (n, tuple(p.shape), p.dtype, p.detach().double().numpy().tobytes())
-            for n, p in op.named_parameters()
-        ],
-    ]
 
 
 def test_every_op_and_keyword_is_in_the_table() -> None:
