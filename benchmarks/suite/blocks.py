@@ -180,7 +180,8 @@ class _Turning(nn.Module):
 
 
 def transformer_engine(layer: Layer, length: int, device: torch.device) -> nn.Module:
-    """Transformer Engine's TransformerLayer, its fused weight with interleaved rows as is its default: see `rows_of`.
+    """Transformer Engine's TransformerLayer. The rows of its fused weight are [Q|K|V], from which it takes heads as
+    views; interleaved as is its default it copies them where they share keys.
 
     Its unfused attention, which it would take without a word where it finds no fused one, is no peer: without it the
     call fails. It chooses at every forward, in every recipe and in graphs, so this holds for the process.
@@ -194,19 +195,10 @@ def transformer_engine(layer: Layer, length: int, device: torch.device) -> nn.Mo
         ).RotaryPositionEmbedding
     made = library.TransformerLayer(
         layer.width, layer.ffn, layer.heads, num_gqa_groups=layer.groups, fuse_qkv_params=True,
-        params_dtype=torch.bfloat16, device=device, **_SAME,
+        qkv_weight_interleaved=False, params_dtype=torch.bfloat16, device=device, **_SAME,
     )  # fmt: skip
     angles = rotary(layer.width // layer.heads, rotary_base=BASE)(length).to(device)
     return _Turning(made, angles)
-
-
-def rows_of(layer: Layer, device: torch.device) -> Tensor:
-    """Which rows of [Q|K|V] Transformer Engine's rows are: [groups, queries of the group and a key and a value]."""
-    size, share = layer.width // layer.heads, layer.heads // layer.groups
-    q = torch.arange(layer.heads, device=device).view(layer.groups, share)
-    kv = torch.arange(2 * layer.groups, device=device).view(2, layer.groups).t() + layer.heads
-    heads = torch.cat((q, kv), 1).view(-1, 1)
-    return (heads * size + torch.arange(size, device=device)).view(-1)
 
 
 def parameters(module: nn.Module) -> list[Tensor]:
@@ -226,7 +218,6 @@ __all__ = [
     "ours",
     "parameters",
     "reference",
-    "rows_of",
     "shapes",
     "transformer_engine",
 ]

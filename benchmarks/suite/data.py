@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-RECIPES = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")
+DPA = "-dpa"
+"""After the name of a recipe: attention multiplies FP8 too, on both sides (`fp8_dpa=True`)."""
+RECIPES = (
+    "none",
+    "delayed",
+    "current",
+    "block",
+    "mxfp8",
+    "nvfp4",
+    "delayed" + DPA,
+    "current" + DPA,
+)
 """Recipe names; "none" computes in BF16."""
 NATIVE = ("none", "delayed", "current", "block")
 """What a Hopper GPU multiplies itself."""
@@ -255,12 +266,13 @@ def stream_bytes(case: Case, recipe: str) -> int:
     An FP8 row and column copy together are as large as a BF16 tensor. Under current scaling operands are read twice,
     or the value is written in BF16 and read, before its scale is known: the cheaper of the two counts.
     """
-    again = recipe in ("current", "nvfp4")
+    again = recipe.removesuffix(DPA) in ("current", "nvfp4")
     total = 0
     quantized = recipe != "none"
     for i, layer in enumerate(case.layers):
         if layer.kind == "transformer":
             total += case.rows * _layer_bytes(layer, quantized, again)
+            total -= case.rows * _spared(layer) * recipe.endswith(DPA)
             total += weights(layer) * (6 if again else 4) * quantized
             continue
         if layer.kind == "linear":
@@ -294,6 +306,11 @@ def _layer_bytes(layer: Layer, quantized: bool, again: bool) -> int:
     return norms + turns + sums + gate + operands + second
 
 
+def _spared(layer: Layer) -> int:
+    """Of a token's bytes, what FP8 attention spares: turned heads are written as codes, and its output is codes."""
+    return layer.width + 2 * layer.width // layer.heads * layer.groups + 2 * layer.width
+
+
 @dataclass(frozen=True)
 class Ceilings:
     """What the machine reaches: products by format in FLOP/s, a large copy in B/s (read and written)."""
@@ -304,17 +321,20 @@ class Ceilings:
 
 def floor_ms(case: Case, recipe: str, ceilings: Ceilings) -> float | None:
     """Milliseconds below which no forward and backward can be; None if a ceiling is not known."""
-    rate = ceilings.products.get(recipe) or (
+    rate = ceilings.products.get(recipe.removesuffix(DPA)) or (
         ceilings.products.get("none") if recipe in ("mxfp8", "nvfp4") else None
     )
     if not rate or not ceilings.copy:
         return None
-    attention = attention_flops(case) / ceilings.products.get("none", rate)
+    dense = ceilings.products.get("none", rate)
+    forward = rate if recipe.endswith(DPA) else dense
+    attention = attention_flops(case) * (2 / forward + 5 / dense) / 7
     return 1e3 * (flops(case) / rate + attention + stream_bytes(case, recipe) / ceilings.copy)
 
 
 __all__ = [
     "CASES",
+    "DPA",
     "NATIVE",
     "PRESETS",
     "RECIPES",

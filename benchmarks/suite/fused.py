@@ -59,6 +59,8 @@ CASES: tuple[Fused, ...] = (
           "swiglu", "nn dswiglu quantize", False, 1.28, 1.12),
     Fused("fused-dswiglu-split", f"the same, summed in two levels; {_BACK}",
           "swiglu", "nn dswiglu quantize", True, 1.33, 1.22),
+    Fused("fused-dswiglu-rebuilt", f"the same, and the transposed copy of SwiGLU rebuilt; {_BACK}",
+          "swiglu", "nn dswiglu quantize swiglu quantize", True, 0.97, 0.90, of="separate"),
     Fused("fused-gelu", f"fc1 + bias + GELU, FP8 row + col; {_BACK}",
           "gelu", "nt bias + gelu quantize", False, 1.05, 1.00),
     Fused("fused-dgelu", f"fc2 dgrad + dGELU + dbias, FP8 row + col; {_BACK}",
@@ -138,10 +140,12 @@ def group_of(case: Fused, device: torch.device) -> Any:
     made = _recipe(case)
     with collected() as found, te.autocast(enabled=made is not None, recipe=made):
         plan_for(model, (x,))
-    trials = [t for t in found if isinstance(t, Trial) and named(t.call) == case.group]
-    if not trials:
+    trials = [t for t in found if isinstance(t, Trial)]
+    exact = [t for t in trials if named(t.call) == case.group]
+    longer = [t for t in trials if named(t.call).startswith(f"{case.group} ")]  # rebuilds more
+    if not (exact or longer):
         raise RuntimeError(f"no plan here has a group {case.group!r}; it needs a Hopper GPU")
-    return trials[-1]  # of several dgrads the last is the first layer's
+    return (exact or longer)[-1]  # of several dgrads the last is the first layer's
 
 
 def measure(case: Fused, device: torch.device, *, least: int, seconds: float) -> dict[str, Any]:

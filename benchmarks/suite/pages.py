@@ -67,10 +67,20 @@ def regions(results: Mapping[str, Any]) -> dict[str, str]:
     }
     if "targets" in found and "missed" not in found:
         found["missed"] = "Every target that was measured is met."
-    unmeasured = [v["target"] for v in targets.judge(results) if v["verdict"] == "not measured"]
-    if "targets" in found and unmeasured:
-        found["targets"] += "\n\nNot measured: " + "; ".join(unmeasured) + "."
+    if "targets" in found and (unmeasured := _unmeasured(targets.judge(results))):
+        found["targets"] += "\n\nNot measured in this run: " + "; ".join(unmeasured) + "."
     return found
+
+
+def _unmeasured(verdicts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Targets without a figure; of a case that has none at all, its name."""
+
+    def case(verdict: Mapping[str, Any]) -> str:
+        return re.split("[,:]", verdict["target"], maxsplit=1)[0]
+
+    measured = {case(v) for v in verdicts if v["verdict"] != "not measured"}
+    missing = [v for v in verdicts if v["verdict"] == "not measured"]
+    return list(dict.fromkeys(v["target"] if case(v) in measured else case(v) for v in missing))
 
 
 def fill(page: str, made: Mapping[str, str]) -> str:

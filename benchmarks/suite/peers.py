@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import te_ops as te
 
 from . import blocks
-from .data import Case, Layer
+from .data import DPA, Case, Layer
 
 EPS = 1e-5
 
@@ -80,9 +80,6 @@ class Arm:
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     keep: Any = None  # what must live as long as the arm
     note: str = ""
-    rows: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # rows of `Data.weights` in a parameter's order
     samples: list[float] = field(default_factory=list)
 
     @property
@@ -113,17 +110,11 @@ class Arm:
         """Output and gradients of one step."""
         y = self.step().detach()
         found = {"y": y, "dx": self.data.x.grad}
-        found |= {f"dw{i}": self._gradient(i, p) for i, p in enumerate(self.parameters)}
+        found |= {f"dw{i}": p.grad for i, p in enumerate(self.parameters)}
         missing = [name for name, t in found.items() if t is None]
         if missing:
             raise RuntimeError(f"no gradient arrived at {', '.join(missing)}")
         return found  # type: ignore[return-value]
-
-    def _gradient(self, i: int, p: Tensor) -> Tensor | None:
-        """Of a weight, its rows in the order of `Data.weights`."""
-        if i not in self.rows or p.grad is None:
-            return p.grad
-        return torch.empty_like(p.grad).index_copy_(0, self.rows[i], p.grad)
 
 
 Build = Callable[[Data, str], Arm]
@@ -174,13 +165,16 @@ def _torchs_cudnn() -> None:
 
 def te_recipe(name: str) -> te.Recipe | None:
     """The recipe of this name."""
+    recipes = te.recipe
     made: dict[str, Callable[[], te.Recipe | None]] = {
         "none": lambda: None,
-        "delayed": te.recipe.DelayedScaling,
-        "current": te.recipe.Float8CurrentScaling,
-        "block": te.recipe.Float8BlockScaling,
-        "mxfp8": te.recipe.MXFP8BlockScaling,
-        "nvfp4": te.recipe.NVFP4BlockScaling,
+        "delayed": recipes.DelayedScaling,
+        "current": recipes.Float8CurrentScaling,
+        "block": recipes.Float8BlockScaling,
+        "mxfp8": recipes.MXFP8BlockScaling,
+        "nvfp4": recipes.NVFP4BlockScaling,
+        "delayed" + DPA: lambda: recipes.DelayedScaling(fp8_dpa=True),
+        "current" + DPA: lambda: recipes.Float8CurrentScaling(fp8_dpa=True),
     }
     return made[name]()
 
@@ -235,7 +229,14 @@ def _copy(parameters: list[Tensor], data: Data) -> list[Tensor]:
     return parameters
 
 
+def _needs_attention(data: Data, recipe: str) -> None:
+    """Without attention, a recipe that differs in it is another one twice."""
+    if recipe.endswith(DPA) and all(x.kind != "transformer" for x in data.case.layers):
+        raise Unsupported("no attention to quantize")
+
+
 def _ours(data: Data, recipe: str) -> Arm:
+    _needs_attention(data, recipe)
     ops = modules(data.case.layers, data.device)
     model = te.Sequential(*ops)
     made = te_recipe(recipe)
@@ -333,9 +334,10 @@ def _te_recipe(recipe: str) -> Any:
     }
     if recipe == "none":
         return None
-    if recipe not in names:
+    name = names.get(recipe.removesuffix(DPA))
+    if name is None:
         raise Unsupported(f"{recipe} does not run on Hopper")
-    return getattr(recipes, names[recipe])()
+    return getattr(recipes, name)(**({"fp8_dpa": True} if recipe.endswith(DPA) else {}))
 
 
 def _te_context(recipe: Any) -> Callable[[], AbstractContextManager[Any]]:
@@ -364,16 +366,14 @@ _TE_MODULES: dict[tuple[str, ...], tuple[str, dict[str, Any], tuple[str, ...]]] 
 
 
 def _te_module(data: Data, recipe: str) -> Arm:
+    _needs_attention(data, recipe)
     library, _ = _te()
     made = _te_recipe(recipe)
     layers = data.case.layers
     if [x.kind for x in layers] == ["transformer"]:
         layer = blocks.transformer_engine(layers[0], data.x.shape[1], data.device)
         weights = _adopt([layer], data)
-        rows = {1: blocks.rows_of(layers[0], data.device)}
-        with torch.no_grad():
-            weights[1].copy_(data.weights[1][rows[1]])
-        return Arm("te-module", recipe, data, layer, weights, _te_context(made), layer, rows=rows)
+        return Arm("te-module", recipe, data, layer, weights, _te_context(made), layer)
     entry = _TE_MODULES.get(tuple(x.kind for x in layers))
     if entry is None:
         raise Unsupported("no module for this pipeline")
@@ -394,6 +394,7 @@ def _te_module(data: Data, recipe: str) -> Arm:
 
 
 def _te_sequential(data: Data, recipe: str) -> Arm:
+    _needs_attention(data, recipe)
     _te()
     ops = importlib.import_module("transformer_engine.pytorch.ops")
     made = _te_recipe(recipe)
@@ -534,7 +535,9 @@ def tolerance(case: Case, recipe: str) -> float:
     terms a provider rounds to BF16.
     """
     whole = sum(x.kind == "transformer" for x in case.layers)  # of ten steps, four of them Linears
-    linears = sum(x.kind == "linear" for x in case.layers) + 4 * whole
+    # FP8 attention rounds queries, keys, values, probabilities and its output.
+    linears = sum(x.kind == "linear" for x in case.layers) + (4 + recipe.endswith(DPA)) * whole
+    recipe = recipe.removesuffix(DPA)
     squares = 4.0**2 * 4 * (len(case.layers) + 9 * whole) * _STEP["none"] ** 2 / 3
     if recipe != "none":
         step = _STEP[recipe]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import attention, fused
+from .data import DPA
 
 TE = ("te-module", "te-ops")
 FP8 = ("delayed", "current", "block")
@@ -90,7 +91,8 @@ def quotient(
 
 
 def _named(recipe: str) -> str:
-    return "BF16" if recipe == "none" else recipe
+    base, dpa = recipe.removesuffix(DPA), recipe.endswith(DPA)
+    return "BF16" if recipe == "none" else base + " with FP8 attention" * dpa
 
 
 def _te(recipe: str) -> tuple[str, ...]:
@@ -119,7 +121,7 @@ def _large() -> Iterator[Target]:
 
 def _layers() -> Iterator[Target]:
     limits = {"delayed": (0.92, 0.88), "current": (0.95, 0.92), "block": (0.93, 0.88),
-              "none": (1.0, 1.0)}  # fmt: skip
+              "none": (1.0, 1.0), "delayed" + DPA: (0.92, 0.88)}  # fmt: skip
     for recipe, (limit, aim) in limits.items():
         yield Target(f"layer, {_named(recipe)}: of Transformer Engine", limit,
                      ratio("layer", f"te_ops/{recipe}", f"te-module/{recipe}"), aim)  # fmt: skip
