@@ -46,8 +46,8 @@ collect_ignore_glob = [
     if importlib.util.find_spec(library) is None
     for pattern in (f"{where}/*", f"{where}.py")
 ]
-# It imports a compiler for seconds, and holds no doctest.
-collect_ignore_glob.append("te_ops/backends/flash/kernel.py")
+# They import a compiler for seconds, and hold no doctest.
+collect_ignore_glob += [f"te_ops/backends/flash/{name}.py" for name in ("kernel", "persistent")]
 
 try:
     from sybil import Sybil

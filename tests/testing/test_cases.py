@@ -12,7 +12,7 @@ import torch
 import te_ops as te
 from te_ops.recipe import Format, Recipe
 from te_ops.registry import REGISTRY, Rule
-from te_ops.runtime.cache import row_class
+from te_ops.runtime.shapes import row_class
 from te_ops.testing import cases
 
 
