@@ -33,8 +33,8 @@ def encode_e2m1(y: Tensor, uniform: Tensor | None = None) -> Tensor:
     clipped = torch.fmin(y, limit).clamp_(min=-E2M1_MAX)
     a = clipped.abs()
     if uniform is None:
-        code = torch.minimum(a.mul(2.0).round_(), a.round().add_(2.0))
-        code = torch.minimum(code, a.mul_(0.5).round_().add_(4.0))
+        code = a.mul(2.0).round_().clamp_(max=a.round().add_(2.0))
+        code.clamp_(max=a.mul_(0.5).round_().add_(4.0))
     else:
         position = torch.minimum(torch.minimum(a.mul(2.0), a.add(2.0)), a.mul_(0.5).add_(4.0))
         code = position.floor()

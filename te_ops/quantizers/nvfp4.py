@@ -190,8 +190,10 @@ class NVFP4Quantizer(Quantizer):
         if self.stochastic and seed is not None:
             size = (matrix.shape[0], matrix.shape[1])
             uniform = padded(philox_uniform(size, seed, _STREAM[usage], x.device), 1, BLOCK)
-        codes, block_scale, amax = self._encode(padded(matrix, 1, BLOCK).contiguous(), uniform)
-        data = _pack(codes, matrix.shape[1])
+        columns = matrix.shape[1]
+        matrix = padded(matrix, 1, BLOCK).contiguous()  # what it was is not kept beside it
+        codes, block_scale, amax = self._encode(matrix, uniform)
+        data = _pack(codes, columns)
         data = data.view(self.layout(tuple(x.shape), usage)[0][0])
         return Record(data, block_scale, amax, self, usage, tuple(x.shape), x.dtype)
 
@@ -204,6 +206,7 @@ class NVFP4Quantizer(Quantizer):
         size = (blocks_along(len(grid), tile), tile, grid.shape[1] // BLOCK, BLOCK)
         blocks = padded(magnitude, tile, 1).view(size)
         block_amax = stretch(blocks.amax((1, 3)), 0, tile, len(grid))
+        del magnitude, blocks  # as large as the grid
         if self.four_over_six:
             return *self._better(grid, block_amax, scale, amax), amax
         block_scale = encode_fp8(block_amax * (scale * (1.0 / E2M1_MAX)), torch.float8_e4m3fn)
