@@ -34,22 +34,32 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": {"qkv_format": "thd", "rotary": te.RoPE(D, qkv_format="thd")},
     "rotary": {"rotary": te.RoPE(D)},
     "sequence first": {"qkv_format": "sbhd"},
+    # What libraries were seen to compute wrongly, in random calls:
+    "negative scale": {"softmax_scale": -0.1},
+    "negative scale, full": {"softmax_scale": -0.1, "attn_mask_type": "no_mask"},
+    "one tensor without gaps": {"qkv_format": "thd", "packed": True},
+    "two queries beside a mask": {"attn_mask_type": "arbitrary"},
 }
 
 
 def inputs(name: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """q, k and v, and what else the options ask for, on the CPU."""
     gen = torch.Generator().manual_seed(0)
-    shapes = [(2, S, h, D) for h in (H, HK, HK)]
+    queries = 2 if name.startswith("two") else S
+    shapes = [(2, queries, H, D), *[(2, S, HK, D)] * 2]
     xs = [torch.randn(shape, generator=gen).to(dtype) for shape in shapes]
     if name == "sequence first":
         xs = [x.transpose(0, 1).contiguous() for x in xs]
     if name == "packed":
         xs = [x.flatten(0, 1) for x in xs]
         return xs, [te.PackedSequences([0, 5, 5, 90, 170], cu_q_padded=[0, 8, 8, 100, 192])]
+    if name.startswith("one tensor"):
+        together = torch.cat([x.flatten(0, 1).flatten(1) for x in xs], 1)
+        return [together], [te.PackedSequences([0, 60, 63, 192])]
     more: dict[str, Any] = {
         "padding": lambda: torch.tensor([S, 17]),
         "mask": lambda: torch.rand(2, 1, S, S, generator=gen) < 0.3,
+        "two queries beside a mask": lambda: torch.rand(2, H, 2, S, generator=gen) < 0.4,
         "bias": lambda: torch.randn(1, H, S, S, generator=gen),
     }
     return xs, [more[name]()] if name in more else []
