@@ -282,6 +282,8 @@ def _with_rebuilt(call: Call, made: Match, nodes: Sequence[Node]) -> Match | str
         return (
             "beside the chain one function of its operands is quantized, and nothing more is made"
         )
+    if made.spec.fast:
+        return "beside fast sums a rebuilt copy has not been compared on a device yet"
     source, node = nodes
     reason = _refuse_rebuilt(call, source, node)
     chain = compose_chain(call, [source])

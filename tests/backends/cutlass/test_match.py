@@ -109,6 +109,14 @@ def test_the_copy_of_an_activation_is_rebuilt_of_what_its_gradient_reads(
     assert replace(spec, epilogue=replace(spec.epilogue, rebuilt=None)).key != spec.key
 
 
+def test_beside_fast_sums_the_copy_is_saved() -> None:
+    """That form gave wrong numbers on a device before it was repaired, and has not been there since."""
+    fast = type("Fast", (te.recipe.DelayedScaling,), {"split_accumulator": (False, False, False)})()
+    found = specs_of(gated, fast)
+    assert any("dswiglu" in name for name in found)
+    assert all(s.fast and s.epilogue.rebuilt is None for s in found.values())
+
+
 @pytest.mark.parametrize("made", [CURRENT, None], ids=["current", "dense"])
 def test_only_a_copy_whose_scale_is_there_is_rebuilt(made: te.Recipe | None) -> None:
     assert all(s.epilogue.rebuilt is None for s in specs_of(gated, made).values())
